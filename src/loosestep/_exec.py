@@ -1,7 +1,8 @@
 """Become a rank: die with the launcher, enter the node's network, then turn into the command.
 
-Run as `python -I -S _exec.py PARENT NAMESPACE COMMAND...` (NAMESPACE is a path, or "-" for none). A program of its own
-because none of this may run between fork and exec of a process that has threads, as every process with torch has.
+Run as `python -I -S _exec.py PARENT NAMESPACE HOSTS COMMAND...` (a path, lines for /etc/hosts; "-" for none). A
+program of its own because none of this may run between fork and exec of a process with threads, as every one with torch
+is.
 """
 
 import ctypes
@@ -11,9 +12,28 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
+CLONE_NEWNS = 0x00020000
+MS_BIND, MS_REC, MS_SLAVE, MNT_DETACH = 0x1000, 0x4000, 0x80000, 2
 
 
-def main(parent: int, namespace: str, command: list[str]) -> None:
+def add_hosts(lines: str) -> None:
+    """An /etc/hosts for this thread, kept in no file: names for the nodes, or torch warns about every connection.
+
+    Where mounting is not allowed, the nodes have no names and that is all.
+    """
+    libc = ctypes.CDLL(None)
+    with open("/etc/hosts") as hosts:
+        text = hosts.read()
+    if libc.unshare(CLONE_NEWNS) != 0 or libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None) != 0:
+        return
+    if libc.mount(b"none", b"/mnt", b"tmpfs", 0, None) == 0:
+        with open("/mnt/hosts", "w") as own:
+            own.write(f"{text}\n{lines}")
+        libc.mount(b"/mnt/hosts", b"/etc/hosts", None, MS_BIND, None)
+        libc.umount2(b"/mnt", MNT_DETACH)
+
+
+def main(parent: int, namespace: str, hosts: str, command: list[str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux":
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -23,6 +43,8 @@ def main(parent: int, namespace: str, command: list[str]) -> None:
         handle = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
         if libc.setns(handle, CLONE_NEWNET) != 0:
             sys.exit(f"loosestep: cannot enter the network {namespace}: {os.strerror(ctypes.get_errno())}")
+    if hosts != "-":
+        add_hosts(hosts)
     for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored_by_python, signal.SIG_DFL)
     try:
@@ -32,4 +54,4 @@ def main(parent: int, namespace: str, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -35,6 +35,9 @@ class Place:
     env: Mapping[str, str] = field(default_factory=dict)
     node: int = 0
     namespace: str = "-"
+    """A network namespace to enter, as a path; "-" for none."""
+    hosts: str = "-"
+    """Lines to add to the /etc/hosts that this process sees; "-" for none."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,11 @@ class Job:
             stories = "".join(rank._story() for rank in self.running)
             raise TimeoutError(f"still running after {timeout:g} s:\n{stories}") from None
 
+    def ended(self, timeout: float) -> bool:
+        """Whether every rank has ended, or does within `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
     def stop(self, grace: float = 3.0) -> None:
         """Ask (SIGINT), insist (SIGTERM), kill (SIGKILL), `grace` seconds between; 0 kills at once. Leaves nothing."""
         try:
@@ -219,7 +227,8 @@ class Job:
         place = rank.place
         read, write = os.pipe()
         os.set_blocking(read, False)
-        command = [sys.executable, "-I", "-S", _EXEC, str(os.getpid()), place.namespace, *place.command]
+        command = [sys.executable, "-I", "-S", _EXEC, str(os.getpid()), place.namespace, place.hosts]
+        command += place.command
         env = {"PYTHONUNBUFFERED": "1", **os.environ, **place.env}
         try:
             process = subprocess.Popen(

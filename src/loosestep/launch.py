@@ -40,14 +40,27 @@ def start(
 
     `env` is added to the environment of every rank; `output(rank, line)` is called for every line, from a thread.
     """
-    counts = ranks_of_nodes(nodes, ranks_per_node)
+    places, store = local_places(command, ranks_of_nodes(nodes, ranks_per_node), env=env)
+    return Job(places, output=output, store=store)
+
+
+def local_places(
+    command: Sequence[str], counts: Sequence[int], *, env: Mapping[str, str] | None = None
+) -> tuple[list[Place], object]:
+    """Where the ranks run when all nodes share this machine's loopback, and the store in which they meet."""
     listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    places = [
+    address, port = listener.getsockname()
+    return places(command, counts, address, port, env=env), host_store(listener)
+
+
+def places(
+    command: Sequence[str], counts: Sequence[int], address: str, port: int, *, env: Mapping[str, str] | None = None
+) -> list[Place]:
+    """One place for each rank, in rank order; the ranks meet at the store at `address` and `port`."""
+    return [
         Place(label=f"n{node} r{variables['RANK']}", command=command, env={**variables, **(env or {})}, node=node)
-        for node, variables in variables_of_ranks(counts, "127.0.0.1", port)
+        for node, variables in variables_of_ranks(counts, address, port)
     ]
-    return Job(places, output=output, store=host_store(listener))
 
 
 def ranks_of_nodes(nodes: int, ranks_per_node: int | Sequence[int]) -> list[int]:
@@ -103,7 +116,7 @@ def host_store(listener: socket.socket) -> object:
 
     address, port = listener.getsockname()[:2]
     return TCPStore(
-        address,
+        "127.0.0.1" if address == "0.0.0.0" else address,
         port,
         is_master=True,
         wait_for_workers=False,

@@ -1,8 +1,15 @@
-"""The `loosestep` command: one file a command."""
+"""The `loosestep` command: one file a command, registered here."""
 
 import typer
 
+from loosestep.cli import lab, launch
+
 app = typer.Typer(no_args_is_help=True, help="Asynchronous, decentralised data-parallel training for PyTorch.")
+
+# Everything after SCRIPT belongs to the script, also what looks like an option of ours.
+passes_on = {"allow_interspersed_args": False}
+app.command("launch", context_settings=passes_on)(launch.launch)
+app.command("lab", context_settings=passes_on)(lab.lab)
 
 
 def main() -> None:

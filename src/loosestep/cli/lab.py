@@ -1,0 +1,98 @@
+"""`loosestep lab`: a script on an emulated cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from loosestep.cli.launch import IsModule, Printer, Timeout, closing_line, gentle_end, parse_ranks, refuse
+from loosestep.lab import Fault, Lab, LabError, clean, grammar
+from loosestep.launch import command_for
+
+CLEAN = ["clean"]
+Many = list[str] | None
+
+
+def lab(
+    script: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT [ARGS]...", help="A .py file or an executable; or 'clean', to remove leftovers."
+        ),
+    ],
+    nodes: Annotated[int, typer.Option(help="How many nodes.")] = 2,
+    ranks_per_node: Annotated[str, typer.Option(help="Processes a node: 2, or 3,2 for uneven nodes.")] = "1",
+    bandwidth: Annotated[str | None, typer.Option(help="Of each node's link, both ways: 500mbit.")] = None,
+    link: Annotated[Many, typer.Option(help="Limit of a pair of nodes: 2-3=50mbit. Repeatable.")] = None,
+    delay: Annotated[str | None, typer.Option(help="One way between two nodes: 20ms.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Share of the packets that vanish: 1%.")] = None,
+    flip: Annotated[str | None, typer.Option(help="Share of the packets damaged unseen by TCP: 0.1%.")] = None,
+    slow: Annotated[Many, typer.Option(help="A rank and how much slower it runs: 5:10x. Repeatable.")] = None,
+    kill: Annotated[Many, typer.Option(help="SIGKILL a rank: 3@20s. Repeatable.")] = None,
+    stop: Annotated[Many, typer.Option(help="Stop a rank for a while: 2@10s:5s. Repeatable.")] = None,
+    partition: Annotated[Many, typer.Option(help="Cut nodes off for a while: 0,1/2,3@15s:10s. Repeatable.")] = None,
+    launcher: Annotated[str, typer.Option(help="loosestep, or torchrun (ends a node when a rank dies).")] = "loosestep",
+    network: Annotated[bool, typer.Option(help="With network namespaces (needs Linux and root) or without.")] = True,
+    module: IsModule = False,
+    timeout: Timeout = None,
+) -> None:
+    """Run SCRIPT on an emulated cluster: nodes with links of limited rate, slow ranks, faults.
+
+    Any torch.distributed script will do. Everything is removed at the end.
+
+    Example: loosestep lab --nodes 4 --ranks-per-node 2 --bandwidth 500mbit --slow 5:10x -- train.py --epochs 3
+    """
+    if script == CLEAN:
+        remove_leftovers()
+        return
+    with gentle_end():
+        try:
+            faults: list[Fault] = [*map(grammar.kill, kill or []), *map(grammar.stop, stop or [])]
+            faults += map(grammar.partition, partition or [])
+            emulated = Lab(
+                nodes,
+                parse_ranks(ranks_per_node),
+                bandwidth=bandwidth,
+                links={pair: f"{rate / 1e3:g}kbit" for pair, rate in map(grammar.link, link or [])},
+                delay=delay,
+                loss=loss,
+                slow=dict(map(grammar.slow, slow or [])),
+                faults=faults,
+                network=network,
+                launcher=launcher,
+                wire=flip is not None,
+            )
+            command = command_for(script[0], script[1:], module=module)
+        except (ValueError, OSError, LabError) as error:
+            refuse(error)
+        with emulated:
+            if flip is not None:
+                emulated.flip_bytes(flip)
+            raise typer.Exit(watch(emulated, command, timeout))
+
+
+def watch(emulated: Lab, command: list[str], timeout: float | None) -> int:
+    """Run to the end, with the closing table; the exit code."""
+    from loosestep.lab.report import closing_table
+
+    console = Console(stderr=True, highlight=False)
+    with emulated.start(command, output=Printer()) as job:
+        try:
+            result = job.wait(timeout)
+        except TimeoutError as error:
+            console.print(f"loosestep: {error}", markup=False)
+            return 124
+        console.print(closing_table(emulated, result))
+        console.print(closing_line(job, result))
+        return result.exit_code
+
+
+def remove_leftovers() -> None:
+    """`loosestep lab clean`."""
+    console = Console(highlight=False)
+    leftovers = clean()
+    for leftover in leftovers:
+        console.print(f"ended process {leftover.pid} of lab {leftover.owner}: {leftover.command}", markup=False)
+    console.print(f"{len(leftovers)} leftovers removed" if leftovers else "nothing left of any lab")

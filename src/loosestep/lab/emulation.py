@@ -1,0 +1,260 @@
+"""The lab: nodes, links, ranks and faults on one machine.
+
+with Lab(nodes=4, ranks_per_node=2, bandwidth="500mbit") as lab:
+    result = lab.run(["train.py"])
+
+with Lab(nodes=2, bandwidth="100mbit", loss="1%") as lab:
+    job = lab.start(["train.py"])
+    job.ranks[0].expect("epoch 1")
+    lab.partition({0}, {1})
+    lab.heal()
+    result = job.wait(timeout=60)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from loosestep import launch
+from loosestep._exec import add_hosts
+from loosestep.lab import grammar, torchrun
+from loosestep.lab.faults import Schedule, Slowdown
+from loosestep.lab.grammar import Fault, Partition
+from loosestep.lab.leftovers import MARK, new_mark
+from loosestep.lab.network import INTERFACE, Network
+from loosestep.launch import Job, Output, Place, Result
+
+SLOW = "LOOSESTEP_SLOW"
+LAUNCHERS = ("loosestep", "torchrun")
+
+
+class LabError(RuntimeError):
+    """The lab cannot be made here; the message says what is missing."""
+
+
+class Lab:
+    """A cluster of `nodes`, each with `ranks_per_node` ranks (a list for uneven nodes), gone when the block ends.
+
+    bandwidth  of each node's cable, both ways ("500mbit"); None: unlimited
+    links      limits of single pairs of nodes below it: {(2, 3): "50mbit"}
+    delay      one way between two nodes ("20ms"): a round trip takes twice that
+    loss       share of the packets that vanish ("1%")
+    slow       {rank: factor}: the process gets 1/factor of the time, and LOOSESTEP_SLOW=factor in its environment
+    faults     what is to happen when, counted from `start`: Kill, Stop, Partition
+    network    False: no namespaces and no limits, the rest as usual
+    launcher   "loosestep" (siblings of a dead rank live on) or "torchrun"
+    wire       lead all traffic through user space even if neither delay nor loss is given, as `flip_bytes` needs
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        ranks_per_node: int | Sequence[int] = 1,
+        *,
+        bandwidth: str | None = None,
+        links: Mapping[tuple[int, int], str] | None = None,
+        delay: str | None = None,
+        loss: str | None = None,
+        slow: Mapping[int, float] | None = None,
+        faults: Collection[Fault] = (),
+        network: bool = True,
+        launcher: str = "loosestep",
+        wire: bool = False,
+    ) -> None:
+        self.counts = launch.ranks_of_nodes(nodes, ranks_per_node)
+        rate = None if bandwidth is None else grammar.rate(bandwidth)
+        pairs = {pair: grammar.rate(text, what=f"link {pair}") for pair, text in (links or {}).items()}
+        self._effects = {
+            "delay": 0.0 if delay is None else grammar.duration(delay),
+            "loss": 0.0 if loss is None else grammar.share(loss),
+        }
+        self.slow = dict(slow or {})
+        self.faults = list(faults)
+        self.launcher = launcher
+        self.job: Job | None = None
+        self._mark = new_mark()
+        self._check(pairs)
+        self.network: Network | None = None
+        if network:
+            wired = wire or any(self._effects.values())
+            self.network = _make_network(nodes, rate=rate, pairs=pairs, wired=wired, mark=self._mark)
+            if self.network.wire is not None:
+                self.network.wire.set(**self._effects)
+        elif rate is not None or pairs or wire or any(self._effects.values()):
+            raise LabError(
+                "without a network there is nothing to limit, delay, lose or damage: leave those options out"
+            )
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        output: Output | None = None,
+    ) -> Result:
+        """`start`, and wait for the end. TimeoutError with the last lines of every rank that still runs."""
+        with self.start(command, env=env, output=output) as job:
+            return job.wait(timeout)
+
+    def start(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, output: Output | None = None
+    ) -> Job:
+        """Start SCRIPT ARGS (or any command) on every rank; the faults' clock starts too. One job at a time."""
+        if self.job is not None and self.job.running:
+            raise LabError("this lab is running a job; wait for its end, stop it, or make another lab")
+        command = launch.command_for(command[0], command[1:])
+        if self.launcher == "torchrun":
+            places, store = torchrun.places(command, self.counts, self.network), None
+        else:
+            places, store = self._places(command)
+        places = [self._complete(place, env or {}) for place in places]
+        self.job = Job(places, output=output, store=store)
+        Schedule(self.faults, self.job, self)
+        for rank, factor in self.slow.items():
+            Slowdown(self.job, rank, factor)
+        return self.job
+
+    def close(self) -> None:
+        """End the job if it runs and remove the network."""
+        try:
+            if self.job is not None:
+                self.job.stop()
+        finally:
+            if self.network is not None:
+                self.network.close()
+                self.network = None
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def limit(self, node: int, rate: str | None) -> None:
+        """Change the rate of a node's cable; None takes the limit away."""
+        self._net().limit(node, None if rate is None else grammar.rate(rate))
+
+    def partition(self, *groups: Collection[int]) -> None:
+        """Cut the groups off from each other (nodes not named form one more) until `heal`."""
+        for source, target in self._cuts(groups):
+            self._net().drop(source, target)
+
+    def drop(self, source: int, target: int) -> None:
+        """One-way: nothing that node `source` sends reaches node `target`, until `heal`."""
+        self._net().drop(source, target)
+
+    def heal(self) -> None:
+        """Undo every `partition` and `drop`."""
+        for source in range(len(self.counts)):
+            for target in range(len(self.counts)):
+                if source != target:
+                    self._net().restore(source, target)
+
+    def flip_bytes(self, share: str) -> None:
+        """Damage so many of the larger packets ("1%"), in a way that TCP does not notice; "0%" ends it."""
+        self._set_wire(flip=grammar.share(share, what="flip_bytes"))
+
+    def lose(self, share: str) -> None:
+        """Change the share of packets that vanish."""
+        self._set_wire(loss=grammar.share(share, what="lose"))
+
+    def delay(self, duration: str) -> None:
+        """Change the delay, one way."""
+        self._set_wire(delay=grammar.duration(duration, what="delay"))
+
+    def bytes(self) -> list[tuple[int, int]]:
+        """(sent, received) over each node's cable since the lab began."""
+        return self._net().bytes()
+
+    def _net(self) -> Network:
+        if self.network is None:
+            raise LabError("this lab has no network (network=False, or it is closed)")
+        return self.network
+
+    def _set_wire(self, **settings: float) -> None:
+        wire = self._net().wire
+        if wire is None:
+            raise LabError(
+                "the links of this lab are the kernel's; make it with wire=True to delay, lose or damage packets"
+            )
+        wire.set(**settings)
+
+    def _cuts(self, groups: Collection[Collection[int]]) -> Iterator[tuple[int, int]]:
+        named = grammar.complete(tuple(frozenset(group) for group in groups), len(self.counts))
+        for group in named:
+            for source in group:
+                yield from ((source, target) for other in named if other is not group for target in other)
+
+    def _places(self, command: Sequence[str]) -> tuple[list[Place], object]:
+        if self.network is None:
+            return launch.local_places(command, self.counts)
+        listener = self.network.listen(0)
+        address, port = self.network.address(0), listener.getsockname()[1]
+        hosts = self.network.hosts()
+
+        def host() -> object:
+            add_hosts(hosts)
+            return launch.host_store(listener)
+
+        store = self.network.inside(0, host)  # there, since the store connects to itself
+        return launch.places(command, self.counts, address, port), store
+
+    def _complete(self, place: Place, env: Mapping[str, str]) -> Place:
+        """What the lab adds: the node's network, the mark by which `clean` finds leftovers, how slow the rank is."""
+        extra = {MARK: self._mark}
+        namespace = hosts = "-"
+        if self.network is not None:
+            namespace = self.network.namespace(place.node)
+            hosts = self.network.hosts()
+            extra |= {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE}
+        factor = self.slow.get(int(place.env.get("RANK", -1)))
+        if factor is not None:
+            extra[SLOW] = f"{factor:g}"
+        return Place(place.label, place.command, {**place.env, **extra, **env}, place.node, namespace, hosts)
+
+    def _check(self, pairs: Mapping[tuple[int, int], int]) -> None:
+        """Every fault and limit names ranks and nodes that exist."""
+        nodes, ranks = len(self.counts), sum(self.counts)
+        named = [(f"link {a}-{b}", max(a, b)) for a, b in pairs]
+        named += [(f"{fault}", max(map(max, fault.groups))) for fault in self.faults if isinstance(fault, Partition)]
+        for what, node in named:
+            if node >= nodes:
+                raise ValueError(f"{what}: there is no node {node}; the nodes are 0 to {nodes - 1}")
+        of_ranks = [(f"{fault}", fault.rank) for fault in self.faults if not isinstance(fault, Partition)]
+        of_ranks += [(f"slow rank {rank}", rank) for rank in self.slow]
+        for what, rank in of_ranks:
+            if rank >= ranks:
+                raise ValueError(f"{what}: there is no rank {rank}; the ranks are 0 to {ranks - 1}")
+        if self.launcher not in LAUNCHERS:
+            raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}")
+        if self.launcher == "torchrun" and of_ranks:
+            raise ValueError("torchrun owns its ranks: kill, stop and slow need the launcher 'loosestep'")
+
+
+@contextmanager
+def _clear_refusal() -> Iterator[None]:
+    try:
+        yield
+    except ImportError:
+        raise LabError("the lab needs pyroute2: pip install 'loosestep[lab]', or use --no-network") from None
+    except PermissionError as error:
+        raise LabError(
+            f"{error.strerror}; the lab needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN), or --no-network"
+        ) from None
+    except FileNotFoundError as error:
+        raise LabError(f"{error.filename} is missing: delay and loss need the kernel's TUN driver") from None
+
+
+def _make_network(nodes: int, **options: object) -> Network:
+    if sys.platform != "linux":
+        raise LabError(f"network namespaces exist on Linux only, this is {sys.platform}; use --no-network")
+    with _clear_refusal():
+        import pyroute2  # noqa: F401
+
+        return Network(nodes, **options)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""What the lab's options say: rates, durations, faults. Every error shows the grammar."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
+_NUMBER = r"(\d+(?:\.\d+)?)"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL to a rank, `at` seconds after the start."""
+
+    rank: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Stop:
+    """SIGSTOP to a rank at a time, SIGCONT `lasts` seconds later."""
+
+    rank: int
+    at: float
+    lasts: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Groups of nodes that do not reach each other for a while; the nodes that are not named form one more group."""
+
+    groups: tuple[frozenset[int], ...]
+    at: float
+    lasts: float
+
+
+Fault = Kill | Stop | Partition
+
+
+def rate(text: str, *, what: str = "--bandwidth") -> int:
+    """Bits per second of `500mbit`."""
+    match = re.fullmatch(_NUMBER + "(kbit|mbit|gbit)", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{what} {text!r}: expected a rate such as 500mbit, 2.5gbit or 800kbit")
+    return round(float(match[1]) * _BITS[match[2]])
+
+
+def duration(text: str, *, what: str = "--delay") -> float:
+    """Seconds of `20ms`."""
+    match = re.fullmatch(_NUMBER + "(ms|s|m|min)", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{what} {text!r}: expected a duration such as 20ms, 1.5s or 2min")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def share(text: str, *, what: str = "--loss") -> float:
+    """The probability `1%`."""
+    match = re.fullmatch(_NUMBER + "%", text.strip())
+    if match is None or not 0 <= float(match[1]) < 100:
+        raise ValueError(f"{what} {text!r}: expected a share of the packets such as 1% or 0.1%, below 100%")
+    return float(match[1]) / 100
+
+
+def link(text: str) -> tuple[tuple[int, int], int]:
+    """((2, 3), bits per second) of `2-3=50mbit`."""
+    match = re.fullmatch(r"(\d+)-(\d+)=(.+)", text.strip())
+    if match is None or match[1] == match[2]:
+        raise ValueError(f"--link {text!r}: expected NODE-NODE=RATE, two different nodes, for example 2-3=50mbit")
+    return (int(match[1]), int(match[2])), rate(match[3], what=f"--link {match[1]}-{match[2]}=")
+
+
+def slow(text: str) -> tuple[int, float]:
+    """(5, 10.0) of `5:10x`."""
+    match = re.fullmatch(rf"(\d+):{_NUMBER}x", text.strip().lower())
+    if match is None or float(match[2]) < 1:
+        raise ValueError(f"--slow {text!r}: expected RANK:FACTORx with a factor of at least 1, for example 5:10x")
+    return int(match[1]), float(match[2])
+
+
+def kill(text: str) -> Kill:
+    """`3@20s`: rank 3, 20 seconds after the start."""
+    match = re.fullmatch(r"(\d+)@([^:]+)", text.strip())
+    if match is None:
+        raise ValueError(f"--kill {text!r}: expected RANK@TIME, for example 3@20s")
+    return Kill(int(match[1]), duration(match[2], what=f"--kill {text!r}, time"))
+
+
+def stop(text: str) -> Stop:
+    """`2@10s:5s`: rank 2, stopped after 10 seconds for 5 seconds."""
+    match = re.fullmatch(r"(\d+)@([^:]+):([^:]+)", text.strip())
+    if match is None:
+        raise ValueError(f"--stop {text!r}: expected RANK@TIME:DURATION, for example 2@10s:5s")
+    what = f"--stop {text!r}, time"
+    return Stop(int(match[1]), duration(match[2], what=what), duration(match[3], what=what))
+
+
+def partition(text: str) -> Partition:
+    """`0,1/2,3@15s:10s`: nodes 0 and 1 cut off from 2 and 3 after 15 seconds for 10 seconds."""
+    match = re.fullmatch(r"([\d,/]+)@([^:]+):([^:]+)", text.strip())
+    if match is None or not re.fullmatch(r"\d+(,\d+)*(/\d+(,\d+)*)*", match[1]):
+        raise ValueError(f"--partition {text!r}: expected NODES/NODES@TIME:DURATION, for example 0,1/2,3@15s:10s")
+    groups = tuple(frozenset(int(node) for node in group.split(",")) for group in match[1].split("/"))
+    if sum(len(group) for group in groups) != len(frozenset().union(*groups)):
+        raise ValueError(f"--partition {text!r}: a node is in two groups; each node may be named once")
+    what = f"--partition {text!r}, time"
+    return Partition(groups, duration(match[2], what=what), duration(match[3], what=what))
+
+
+def complete(groups: tuple[frozenset[int], ...], nodes: int) -> tuple[frozenset[int], ...]:
+    """The groups, with the nodes that none names as one more."""
+    rest = frozenset(range(nodes)).difference(*groups)
+    return (*groups, rest) if rest else groups
