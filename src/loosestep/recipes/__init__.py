@@ -1,1 +1,25 @@
+"""Complete training problems: models, data, metrics and learning-rate rules."""
 
+from .base import Example, Option, Progress, Quality, Recipe, RecipeError, Task, Training
+from .find import find_recipe
+from .order import Order, Stream
+from .own import DatasetTask
+from .schedules import Schedule, local_scale, schedule
+
+__all__ = [
+    "DatasetTask",
+    "Example",
+    "Option",
+    "Order",
+    "Progress",
+    "Quality",
+    "Recipe",
+    "RecipeError",
+    "Schedule",
+    "Stream",
+    "Task",
+    "Training",
+    "find_recipe",
+    "local_scale",
+    "schedule",
+]

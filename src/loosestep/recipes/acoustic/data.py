@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ..base import Progress, RecipeError, no_progress
 from . import units
@@ -143,7 +144,7 @@ def _held_out(name: str) -> str:
     return "test" if xxhash.xxh3_64_intdigest(name.encode()) % 10 == 0 else "train"
 
 
-def read_wav(path: Path, rate: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def read_wav(path: Path, rate: int) -> NDArray[np.float32]:
     """Samples in [-1, 1] of a 16-bit mono wav file of this rate."""
     try:
         with wave.open(str(path), "rb") as file:

@@ -76,8 +76,8 @@ class AcousticOptions:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {"layers": 2, "cells": 64, "dropout": 0.0, "noise": 0.1, "time_masks": 0, "bin_masks": 0, "lr": 5e-3,
-             "batch": 8, "epochs": 12.0, "utterances": 400, "test_utterances": 80},
+    "tiny": {"layers": 2, "cells": 64, "dropout": 0.1, "noise": 0.1, "time_masks": 0, "bin_masks": 0, "lr": 8e-3,
+             "batch": 8, "epochs": 16.0, "utterances": 500, "test_utterances": 100},
     "small": {},
     "paper": {"layers": 6, "cells": 512, "bottleneck": 256, "outputs": 32000, "lr": 1e-3},
 }  # fmt: skip
