@@ -1,0 +1,160 @@
+"""`attach()`: one line between a training loop and its peers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from loosestep.comm.collective import Collective
+from loosestep.comm.world import World, open_world
+from loosestep.replica import Replica
+from loosestep.run import Run
+from loosestep.strategies import Strategy, strategy as read_strategy
+from loosestep.topology import Topology
+from loosestep.trace.events import Trace
+
+_attached: WeakSet[nn.Module] = WeakSet()
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    strategy: Strategy | str,
+    *,
+    topology: Topology | None = None,
+    deadline: float = 60.0,
+    key: str | None = None,
+    encrypt: bool = False,
+    record: bool = False,
+    hooks: bool = True,
+) -> Run:
+    """Connect a model and its optimizer(s) to their peers. The loop, the model and the optimizer stay as they are.
+
+    Every rank calls it with the same model; all start from rank 0's parameters and buffers. `topology` says who is on which
+    node (by default what started the processes knows). `deadline`: seconds without a heartbeat after which a rank is lost.
+    `hooks=False`: call `run.step()` after `optimizer.step()` yourself, where hooks cannot run.
+    """
+    if deadline <= 0:
+        raise ValueError(f"deadline must be positive seconds, got {deadline}")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    world = open_world(topology, deadline=deadline)
+    try:
+        chosen, replica = _prepare(world, model, optimizers, strategy, hooks=hooks)
+    except BaseException:
+        world.close()
+        raise
+    world.start_pulse()
+    trace = Trace()
+    units = world.topology.flat() if chosen.learner == "rank" else world.topology
+    comm = Collective(world, units, trace=trace, averages_gradients=chosen.averages_gradients)
+    run = Run(model, optimizers, chosen, world=world, comm=comm, replica=replica, trace=trace, hooks=hooks)
+    run.closed = lambda: _attached.discard(model)
+    _attached.add(model)
+    return run
+
+
+def _prepare(
+    world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy | str, *, hooks: bool
+) -> tuple[Strategy, Replica]:
+    """Check everything on every rank before anything is sent; a problem on one rank is raised on all of them."""
+    problem: Exception | None = None
+    report: dict[str, object] = {"problem": None}
+    chosen, replica = None, None
+    try:
+        chosen = read_strategy(strategy)
+        _check(world, model, optimizers, chosen, hooks=hooks)
+        units = world.topology.flat() if chosen.learner == "rank" else world.topology
+        replica = Replica(model, multiple=units.lanes * len(units.nodes))
+        bad = replica.find_bad()
+        if bad is not None:
+            raise ValueError(
+                f"parameter {bad} contains NaN or Inf on rank {world.rank}; load a sane checkpoint before attaching"
+            )
+        report |= {"strategy": str(chosen), "digest": replica.digest()}
+        world.store.set(f"layout/{world.rank}", json.dumps(replica.layout()))
+    except (ValueError, TypeError, RuntimeError) as error:
+        problem = error
+        report["problem"] = str(error)
+    reports = world.agree(report)
+    if problem is not None:
+        raise problem
+    assert chosen is not None
+    assert replica is not None
+    for rank, other in enumerate(reports):
+        if other["problem"] is not None:
+            raise RuntimeError(f"rank {rank} could not attach: {other['problem']}")
+    for rank, other in enumerate(reports):
+        if other["strategy"] != reports[0]["strategy"]:
+            raise ValueError(
+                f"rank {rank} uses the strategy {other['strategy']}, rank 0 {reports[0]['strategy']}; all ranks need the same"
+            )
+        if other["digest"] != reports[0]["digest"]:
+            raise ValueError(_difference(world, rank))
+    return chosen, replica
+
+
+def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, hooks: bool) -> None:
+    """What one rank can see by itself."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the first argument must be a torch.nn.Module, got {type(model).__name__}")
+    if model in _attached:
+        raise RuntimeError("this model is already attached; call run.finish() before attaching it again")
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise TypeError(
+            "the second argument must be a torch optimizer or several of them, got "
+            + repr([type(o).__name__ for o in optimizers])
+        )
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError(
+            "the model has no parameters that require gradients, so there is nothing to train or to average"
+        )
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which averages gradients over its whole group on every step; attach the "
+            "plain module instead: loosestep averages inside the node itself"
+        )
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            "the model has DTensor parameters (fully_shard, tensor parallel), which this version cannot exchange; attach a plain module"
+        )
+    for name, param in model.named_parameters():
+        if param.requires_grad and (param.is_complex() or param.device.type != "cpu"):
+            raise ValueError(
+                f"parameter {name} is {param.dtype} on {param.device}; this version exchanges real CPU parameters"
+            )
+    ours = {id(p) for p in model.parameters()}
+    held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    strangers = [p for p in held if id(p) not in ours]
+    if strangers:
+        raise ValueError(
+            f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the model's (was the model moved or rebuilt after "
+            "the optimizer was made?); build the optimizer from model.parameters()"
+        )
+    lockstep = strategy.averages_gradients and world.topology.world > 1
+    if lockstep and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
+        raise ValueError(
+            f"LBFGS evaluates the model several times a step, which cannot be averaged by {strategy}; use a strategy with replica='rank'"
+        )
+    if lockstep and not hooks:
+        raise ValueError(f"{strategy} averages gradients in hooks; hooks=False needs a strategy with replica='rank'")
+
+
+def _difference(world: World, rank: int) -> str:
+    """The first place where the model of `rank` differs from rank 0's."""
+    theirs, first = (json.loads(world.store.get(f"layout/{r}")) for r in (rank, 0))
+    for position, (a, b) in enumerate(zip(theirs, first, strict=False)):
+        if a != b:
+            return f"the models differ between ranks: entry {position} is '{a}' on rank {rank} and '{b}' on rank 0; build the same model everywhere"
+    return f"the models differ between ranks: {len(theirs)} tensors on rank {rank}, {len(first)} on rank 0; build the same model everywhere"
+
+
+__all__: list[Any] = ["attach"]

@@ -1,0 +1,164 @@
+"""What a strategy and a run expect of communication, whatever carries it.
+
+An exchange is *offered* (a snapshot and what rides on it) and *lands* later. Rounds have a kind; all ranks of a round
+agree on it. A rank that is at a lower kind joins its peers' higher rounds with what it has, so nobody waits for a rank
+whose loader is shorter, and rounds are matched by their sequence number, never by step counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+
+from loosestep.topology import Topology
+
+T = TypeVar("T")
+Vector = list[torch.Tensor]  # one flat tensor per dtype
+Scope = Literal["rank", "node", "world"]
+
+
+class Kind(IntEnum):
+    """The kinds of a round, lowest priority first: whoever is at a lower kind joins the higher one."""
+
+    FINISH = 0
+    CONSENSUS = 1
+    GATHER = 2  # all replicas become their mean (the start of a cool-down)
+    EXCHANGE = 3
+    GRADIENTS = 4
+
+
+class CommError(RuntimeError):
+    """Communication failed; the parameters are as they were before the exchange."""
+
+
+class LostPeer(CommError):
+    """A rank died, was cut off or left; `rank` says which."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class Pending(Generic[T]):
+    """A result that is on its way. `done()` never blocks; `wait()` returns the result or raises what went wrong."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether the result (or the error) is here."""
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait for the result; `TimeoutError` after `timeout` seconds."""
+        if not self._event.wait(timeout):
+            raise TimeoutError(f"nothing arrived within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def fulfil(self, value: T) -> None:
+        """Deliver the result."""
+        self._value = value
+        self._event.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Deliver an error; it is raised by `wait()`."""
+        self._error = error
+        self._event.set()
+
+
+@dataclass
+class Offer:
+    """What a replica puts into an exchange. `vector` is overwritten by the result.
+
+    `form`: the result is the mean itself or the delta `mean - vector`. `lane`: None shards the vector over all lanes,
+    a number sends it whole over that one. `wire`: the dtype that travels, None for the parameters' own.
+    """
+
+    vector: Vector
+    buffers: torch.Tensor
+    form: Literal["mean", "delta"] = "delta"
+    lane: int | None = None
+    wire: torch.dtype | None = None
+    losses: tuple[torch.Tensor | float, int] = (0.0, 0)
+
+
+@dataclass
+class Landed:
+    """The result of an exchange, the same numbers on every rank (vectors: on every rank of a node)."""
+
+    vector: Vector
+    buffers: torch.Tensor
+    loss_sum: float
+    loss_count: int
+    distance: float
+    seconds: float
+    steps: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """A round that others are at, and how its vectors travel."""
+
+    kind: Kind
+    lane: int | None = None
+    wire: torch.dtype | None = None
+
+
+class Member(Protocol):
+    """What communication asks of a run while its compute thread waits at a lower kind."""
+
+    def join(self, invitation: Invitation) -> None:
+        """Take part in a round of the others (called on the communication thread)."""
+
+    def blank_buckets(self) -> Iterable[torch.Tensor]:
+        """Zeros in the shape of the gradient buckets, to take part in an average without contributing."""
+
+
+class Comm(Protocol):
+    """The protocol between a run and its peers."""
+
+    rank: int
+    topology: Topology
+    step: int
+    missed: Scope
+    identical: bool
+    member: Member | None
+
+    def now(self) -> float:
+        """The clock that events are stamped with."""
+
+    def all_reduce(self, offer: Offer) -> Pending[Landed]:
+        """Start one exchange of all replicas in the background."""
+
+    def average(self, offer: Offer) -> Landed:
+        """Average now, every rank being here already."""
+
+    def meet(self, kind: Kind) -> None:
+        """Wait until every rank is at `kind`, joining what the others do until then."""
+
+    def census(self, *numbers: float) -> list[list[float]]:
+        """Everybody's numbers, in rank order, every rank being here already."""
+
+    def open_round(self, scope: Scope, checksum: float) -> None:
+        """A backward has begun: find out who takes part in averaging its gradients."""
+
+    def reduce(self, flat: torch.Tensor, scope: Scope) -> Pending[None]:
+        """Overwrite a bucket with its mean over the ranks that take part in the round."""
+
+    def broadcast_state(self, state: dict[str, Any], root: int, scope: Scope = "world") -> dict[str, Any]:
+        """The nested plain state of rank `root`, tensors included, on every rank of the scope."""
+
+    def close(self) -> None:
+        """End cleanly: no thread, no descriptor left."""
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """End at once and tell the others why."""

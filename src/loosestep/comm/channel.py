@@ -1,0 +1,128 @@
+"""A group of ranks on torch.distributed, its sums taken in rank order, its waits watched by the heartbeats.
+
+A mean is made of an all-to-all of chunks, a sum of each chunk in rank order and an all-gather: the traffic of a ring,
+but a result that depends on nothing except the values, so that a simulator can reproduce it bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, ProcessGroupGloo
+
+from loosestep.comm.pulse import Pulse
+
+SLICE = timedelta(milliseconds=250)  # how often a wait looks at the heartbeats
+PATIENCE = timedelta(days=365)  # gloo's own time-out never fires: the heartbeats decide
+
+
+class Channel:
+    """Blocking operations among `ranks`; a communication thread calls them, one at a time."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        *,
+        name: str,
+        store: dist.Store,
+        pulse: Pulse | None,
+        nodes: Sequence[int],
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.index = self.ranks.index(rank)
+        self.bytes_sent = 0
+        self.bytes_between_nodes = 0
+        here = nodes[self.index]
+        self._strangers = sum(node != here for node in nodes)  # members on other nodes
+        self._right_is_stranger = nodes[(self.index + 1) % self.size] != here
+        self._pulse = pulse
+        self._group: ProcessGroupGloo | None = None
+        if self.size > 1 and pulse is not None:
+            members = dist.PrefixStore(f"{name}/{'-'.join(map(str, self.ranks))}", store)
+            try:
+                self._group = ProcessGroupGloo(members, self.index, self.size, timedelta(seconds=pulse.deadline))
+            except RuntimeError as error:
+                raise pulse.blame(error) from error
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, stacked in rank order."""
+        out = mine.new_empty((self.size, *mine.shape))
+        if self._group is None:
+            out[0] = mine
+            return out
+        options = AllgatherOptions()
+        options.timeout = PATIENCE
+        self._finish(self._group._allgather_base(out.view(-1), mine.reshape(-1), options))
+        self._count(mine, self.size - 1, between=self._right_is_stranger * (self.size - 1))
+        return out
+
+    def swap(self, chunks: torch.Tensor) -> torch.Tensor:
+        """All-to-all: row j goes to rank j; row j of the result came from rank j."""
+        if self._group is None:
+            return chunks.clone()
+        out = torch.empty_like(chunks)
+        options = AllToAllOptions()
+        options.timeout = PATIENCE
+        self._finish(self._group.alltoall_base(out.view(-1), chunks.reshape(-1), [], [], options))
+        self._count(chunks[0], self.size - 1, between=self._strangers)
+        return out
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Overwrite `tensor` with that of the rank at position `root`."""
+        if self._group is None or tensor.numel() == 0:
+            return
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.timeout = PATIENCE
+        self._finish(self._group.broadcast([tensor], options))
+        if self.index == root:
+            self._count(tensor, self.size - 1, between=self._strangers)
+
+    def abandon(self) -> None:
+        """Leave with an operation in flight: gloo cannot cancel it, so keep the group alive rather than wait for it."""
+        if self._group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._group = None
+
+    def close(self) -> None:
+        """Release the group and its connections; nothing is in flight."""
+        self._group = None
+
+    def _finish(self, work: dist.Work) -> None:
+        assert self._pulse is not None
+        while not work.is_completed():
+            try:
+                work.wait(SLICE)
+            except RuntimeError:
+                if not work.is_completed():
+                    self._pulse.check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._pulse.blame(error) from error
+
+    def _count(self, tensor: torch.Tensor, times: int, *, between: int) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self.bytes_sent += size * times
+        self.bytes_between_nodes += size * between
+
+
+def ordered_sum(parts: torch.Tensor, weights: Sequence[int] | None = None) -> torch.Tensor:
+    """`sum_j weights[j] * parts[j]`, taken in order; halves are summed in float32."""
+    wide = torch.float32 if parts.dtype in (torch.float16, torch.bfloat16) else parts.dtype
+    first, *rest = parts.unbind(0)
+    total = first.to(wide, copy=True)
+    if weights is None:
+        for part in rest:
+            total.add_(part)
+        return total
+    total.mul_(weights[0])
+    for part, weight in zip(rest, weights[1:], strict=True):
+        total.add_(part, alpha=weight)
+    return total

@@ -1,0 +1,364 @@
+"""Collective communication on torch.distributed: exchanges of parameters and averages of gradients.
+
+Two threads, each with its own process groups: *exchanges* (slow, across nodes, in the background for several steps) and
+*gradients* (fast, inside the node, during backward). Every operation starts with a round in which the ranks tell each
+other what they are at; whoever is at a lower kind joins the higher one with what it has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from loosestep.comm.base import CommError, Invitation, Kind, Landed, Member, Offer, Pending, Scope
+from loosestep.comm.channel import Channel, ordered_sum
+from loosestep.comm.state import flatten, unflatten
+from loosestep.comm.stream import Stream
+from loosestep.comm.world import World
+from loosestep.topology import Topology
+from loosestep.trace.events import Trace
+
+PIECE = 1 << 20  # elements of one rank's chunk that travel at a time: bounds the extra memory
+SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, SCOPE, LANE, WIRE = range(10)  # the columns of a round's header
+WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
+
+
+class Channels:
+    """The groups of one thread: the world, the ranks of this node, and this rank's lane (None beyond the last lane)."""
+
+    def __init__(self, name: str, *, world: World, replicas: Topology) -> None:
+        rank, store = world.rank, world.connect()
+
+        def channel(ranks: Sequence[int]) -> Channel:
+            nodes = [world.topology.node_of(r) for r in ranks]
+            return Channel(ranks, rank, name=name, store=store, pulse=world.pulse, nodes=nodes)
+
+        mates, index = replicas.mates(rank), replicas.local_index(rank)
+        self.lanes, self.replicas = replicas.lanes, len(replicas.nodes)
+        self.world = channel(range(replicas.world))
+        self.node = self.world if len(replicas.nodes) == 1 else channel(mates)
+        self.lane: Channel | None = None
+        if index < replicas.lanes:
+            lane = replicas.lane(index)
+            self.lane = self.world if lane == self.world.ranks else channel(lane)
+        self._distinct = {id(c): c for c in (self.world, self.node, self.lane) if c is not None}.values()
+        self._reported = (0, 0)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent since the last call: in all, and to other nodes."""
+        total = (sum(c.bytes_sent for c in self._distinct), sum(c.bytes_between_nodes for c in self._distinct))
+        new = (total[0] - self._reported[0], total[1] - self._reported[1])
+        self._reported = total
+        return new
+
+    def share(self, part: torch.Tensor) -> torch.Tensor:
+        """Inside the node: the lanes' parts, stacked; ranks beyond the last lane only receive."""
+        return self.node.gather(part)[: self.lanes]
+
+    def close(self) -> None:
+        for channel in self._distinct:
+            channel.close()
+
+    def abandon(self) -> None:
+        for channel in self._distinct:
+            channel.abandon()
+
+
+class Collective:
+    """The `Comm` of AllReduce, LocalSGD, DASO and DelayByOne."""
+
+    def __init__(self, world: World, topology: Topology, *, trace: Trace, averages_gradients: bool) -> None:
+        self.rank, self.topology = world.rank, topology
+        self.member: Member | None = None
+        self.step = 0  # the run keeps it current
+        self.missed: Scope = "rank"  # the widest scope whose gradients were averaged without us since we last met
+        self.identical = False  # several replicas did exactly the same so far
+        self._pulse, self._trace = world.pulse, trace
+        weights = topology.weights
+        self._weights = None if len(set(weights)) == 1 else weights
+        self._total = len(weights) if self._weights is None else sum(weights)
+        self._x = Channels("exchanges", world=world, replicas=topology)
+        self._g = Channels("gradients", world=world, replicas=topology) if averages_gradients else None
+        self._exchanges = Stream("exchanges")
+        self._gradients = Stream("gradients") if averages_gradients else None
+        self._sequence = 0
+        self._same = self._same_gradients = 0
+        self._contributors = 1
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    # Exchanges of parameters ------------------------------------------------------------------------------------------
+
+    def all_reduce(self, offer: Offer) -> Pending[Landed]:
+        """Start one exchange of all replicas in the background."""
+        return self._exchanges.submit(lambda: self._exchange(offer))
+
+    def average(self, offer: Offer) -> Landed:
+        """Average now, every rank being here already (after `meet`, or while joining)."""
+        return self._exchanges.run(lambda: self._average(offer, self._call(Kind.EXCHANGE, offer)))
+
+    def meet(self, kind: Kind) -> None:
+        """Wait until every rank is at `kind`, joining what the others do until then."""
+        served = self._gradients.submit(lambda: self._serve(kind)) if self._gradients and kind < Kind.GATHER else None
+        self._exchanges.submit(lambda: self._arrive(kind)).wait()
+        if served is not None:
+            served.wait()
+
+    def census(self, *numbers: float) -> list[list[float]]:
+        """Everybody's numbers, in rank order, every rank being here already."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows: list[list[float]] = self._exchanges.run(lambda: self._x.world.gather(mine)).tolist()
+        return rows
+
+    def _exchange(self, offer: Offer) -> Landed:
+        rows = self._call(Kind.EXCHANGE, offer)
+        if (rows[:, KIND] < Kind.EXCHANGE).any():  # the joiners have their snapshots now: call again, for their headers
+            rows = self._call(Kind.EXCHANGE, offer)
+        landed = self._average(offer, rows)
+        self._trace.emit("landed", seconds=landed.seconds)
+        return landed
+
+    def _arrive(self, kind: Kind) -> None:
+        assert self.member is not None
+        while True:
+            rows = self._call(kind, None)
+            host = rows[rows[:, KIND].argmax()].long().tolist()  # one of those at the highest kind
+            if host[KIND] == kind:
+                return
+            invitation = Invitation(Kind(host[KIND]), None if host[LANE] < 0 else host[LANE], WIRES[host[WIRE]])
+            self._trace.emit("join", round=invitation.kind.name.lower())
+            self.member.join(invitation)
+
+    def _call(self, kind: Kind, offer: Offer | None) -> torch.Tensor:
+        """Everybody's header; row r is rank r's."""
+        self._sequence += 1
+        row = torch.zeros(10, dtype=torch.float64)
+        row[SEQUENCE], row[KIND], row[STEP], row[FINITE], row[LANE] = self._sequence, kind, self.step, 1, -1
+        if offer is not None:
+            checksum = sum(float(tensor.sum(dtype=torch.float64)) for tensor in offer.vector)
+            finite = math.isfinite(checksum) or all(bool(t.isfinite().all()) for t in offer.vector)
+            row[LOSS], row[COUNT] = float(offer.losses[0]), offer.losses[1]
+            row[FINITE], row[CHECKSUM] = finite, checksum if math.isfinite(checksum) else 0.0
+            row[LANE], row[WIRE] = -1 if offer.lane is None else offer.lane, WIRES.index(offer.wire)
+        rows = self._x.world.gather(row)
+        ahead = rows[:, SEQUENCE] != self._sequence
+        if ahead.any():
+            raise CommError(f"rounds are out of step: {rows[:, SEQUENCE].tolist()}; please report this")
+        return rows
+
+    def _average(self, offer: Offer, rows: torch.Tensor) -> Landed:
+        start = self.now()
+        sick = [r for r in range(len(rows)) if not rows[r, FINITE]]
+        if sick:
+            raise CommError(
+                f"the parameters of rank {sick[0]} contain NaN or Inf at step {int(rows[sick[0], STEP])}: nothing was exchanged. "
+                "Lower the learning rate or clip gradients; the other ranks' parameters are intact"
+            )
+        self._compare(rows)
+        spread = sum(self._average_tensor(tensor, offer) for tensor in offer.vector)
+        total = ordered_sum(self._x.world.gather(torch.tensor([spread], dtype=torch.float64))).item()
+        buffers = self._average_buffers(offer.buffers)
+        self._report(self._x)
+        return Landed(
+            vector=offer.vector,
+            buffers=buffers,
+            loss_sum=float(ordered_sum(rows[:, LOSS])),
+            loss_count=int(rows[:, COUNT].sum()),
+            distance=math.sqrt(max(total, 0.0) / self._total),
+            seconds=self.now() - start,
+            steps=[int(step) for step in rows[:, STEP]],
+        )
+
+    def _average_tensor(self, tensor: torch.Tensor, offer: Offer) -> float:
+        """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's part of the spread."""
+        wire = tensor if offer.wire is None else tensor.to(offer.wire)
+        delta, index = offer.form == "delta", self._x.node.index
+        spread = 0.0
+        if offer.lane is None:
+            shards = wire.view(self._x.lanes, -1)
+            mine = shards[min(index, self._x.lanes - 1)]
+            if self._x.lane is not None:
+                spread = self._average_lane(mine, self._x.lane, delta=delta)
+            if self._x.node.size > 1:
+                for begin in range(0, mine.numel(), PIECE):
+                    piece = slice(begin, begin + PIECE)
+                    shards[:, piece] = self._x.share(mine[piece].contiguous())
+        else:
+            if index == offer.lane and self._x.lane is not None:
+                spread = self._average_lane(wire, self._x.lane, delta=delta)
+            self._x.node.broadcast(wire, root=offer.lane)
+        if wire is not tensor:
+            tensor.copy_(wire)
+        return spread
+
+    def _average_lane(self, flat: torch.Tensor, lane: Channel, *, delta: bool) -> float:
+        spread = 0.0
+        for piece in flat.split(PIECE * lane.size):
+            parts = lane.swap(piece.view(lane.size, -1))
+            mean = ordered_sum(parts, self._weights).div_(self._total)
+            for j, part in enumerate(parts):
+                weight = 1 if self._weights is None else self._weights[j]
+                spread += weight * float(torch.linalg.vector_norm(part - mean)) ** 2
+            means = lane.gather(mean.to(piece.dtype)).view(-1)
+            if delta:
+                torch.sub(means, piece, out=piece)
+            else:
+                piece.copy_(means)
+        return spread
+
+    def _average_buffers(self, mine: torch.Tensor) -> torch.Tensor:
+        """The mean over all ranks, inside the node first."""
+        if mine.numel() == 0:
+            return mine
+        total = ordered_sum(self._x.node.gather(mine))
+        if self._x.lane is not None and self._x.lane is not self._x.node:
+            total = ordered_sum(self._x.lane.gather(total))
+        if self._x.node.size > self._x.lanes:
+            self._x.node.broadcast(total, root=0)
+        return total.div_(self.topology.world)
+
+    def _compare(self, rows: torch.Tensor) -> None:
+        """Replicas that are bit for bit the same three exchanges in a row have seen the same data."""
+        heads = rows[[node[0] for node in self.topology.nodes]]
+        same = (
+            len(heads) > 1
+            and bool((heads[:, CHECKSUM] == heads[0, CHECKSUM]).all())
+            and bool((heads[:, STEP] > 0).all())
+        )
+        self._same = self._same + 1 if same else 0
+        self.identical = self.identical or self._same >= 3
+
+    # Averages of gradients --------------------------------------------------------------------------------------------
+
+    def open_round(self, scope: Scope, checksum: float) -> None:
+        """A backward has begun: find out who takes part. `checksum` is of the gradients of the round before."""
+        assert self._gradients is not None
+        self._gradients.submit(lambda: self._enter(scope, checksum))
+
+    def reduce(self, flat: torch.Tensor, scope: Scope) -> Pending[None]:
+        """Overwrite a bucket with its mean over the ranks that take part in the round."""
+        assert self._gradients is not None
+        return self._gradients.submit(lambda: self._reduce(flat, scope))
+
+    def _enter(self, scope: Scope, checksum: float) -> None:
+        rows = self._header(self._channels.node, Kind.GRADIENTS, scope=scope, checksum=checksum)
+        if scope == "world":
+            rows = self._header(self._channels.world, Kind.GRADIENTS, scope=scope, checksum=checksum)
+        present = rows[rows[:, KIND] == Kind.GRADIENTS]
+        if (present[:, SCOPE] != present[0, SCOPE]).any():
+            raise CommError("the ranks of a node disagree about whose gradients are averaged; please report this")
+        same = len(present) > 1 and checksum != 0 and bool((present[:, CHECKSUM] == checksum).all())
+        self._same_gradients = self._same_gradients + 1 if same else 0
+        self.identical = self.identical or self._same_gradients >= 3
+        self._contributors = len(present)
+
+    def _serve(self, kind: Kind) -> None:
+        """While this rank waits at `kind`: add zeros to its peers' gradient rounds, in the node, then in the world."""
+        while True:
+            reached = self._serve_in(self._channels.node, kind)
+            reached = self._serve_in(self._channels.world, reached)
+            if reached == kind:
+                return
+
+    def _serve_in(self, channel: Channel, kind: Kind) -> Kind:
+        """Join gradient rounds until the ranks of the channel have reached something else, and say what."""
+        assert self.member is not None
+        while True:
+            rows = self._header(channel, kind)
+            top = Kind(int(rows[:, KIND].max()))
+            if top != Kind.GRADIENTS:
+                return top
+            wide = bool((rows[rows[:, KIND] == top][:, SCOPE] == 1).any())
+            if wide and channel is not self._channels.world:
+                rows = self._header(self._channels.world, kind)
+            self._contributors = int((rows[:, KIND] == Kind.GRADIENTS).sum())
+            scope: Scope = "world" if wide else "node"
+            self.missed = "world" if "world" in (scope, self.missed) else "node"
+            for flat in self.member.blank_buckets():
+                self._reduce(flat, scope)
+
+    def _header(self, channel: Channel, kind: Kind, *, scope: Scope = "node", checksum: float = 0.0) -> torch.Tensor:
+        row = torch.zeros(10, dtype=torch.float64)
+        row[KIND], row[SCOPE], row[CHECKSUM] = kind, scope == "world", checksum
+        return channel.gather(row)
+
+    def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
+        channels = self._channels
+        chunks = flat.view(channels.lanes, -1)
+        if channels.node.size > channels.lanes:
+            chunks = torch.cat([chunks, chunks.new_zeros(channels.node.size - channels.lanes, chunks.shape[1])])
+        part = ordered_sum(channels.node.swap(chunks)) if channels.node.size > 1 else chunks[0].clone()
+        if scope == "world" and channels.lane is not None and channels.lane is not channels.node:
+            mine = ordered_sum(channels.lane.swap(part.to(flat.dtype).view(channels.lane.size, -1)))
+            part = channels.lane.gather(mine.div_(self._contributors).to(flat.dtype)).view(-1)
+        else:
+            part.div_(self._contributors)
+        part = part.to(flat.dtype)
+        flat.copy_(channels.share(part).view(-1) if channels.node.size > 1 else part)
+        self._report(channels)
+
+    @property
+    def _channels(self) -> Channels:
+        assert self._g is not None
+        return self._g
+
+    # State, life and death --------------------------------------------------------------------------------------------
+
+    def broadcast_state(self, state: dict[str, Any], root: int, scope: Scope = "world") -> dict[str, Any]:
+        """The nested plain state of rank `root`, tensors included, on every rank of the scope."""
+        channel = self._x.node if scope == "node" else self._x.world
+        return self._exchanges.run(lambda: _broadcast(channel, state, channel.ranks.index(root)))
+
+    def close(self) -> None:
+        """End cleanly after `finish`: no thread, no descriptor left."""
+        for stream in filter(None, (self._exchanges, self._gradients)):
+            stream.close(timeout=10.0)
+        for channels in filter(None, (self._x, self._g)):
+            channels.close()
+        if self._pulse is not None:
+            self._pulse.leave()
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """End at once, tell the others why, wait for nobody."""
+        if self._pulse is not None:
+            self._pulse.fault = self._pulse.fault or CommError(f"the run was ended: {reason}")
+            self._pulse.fail(reason, culprit)
+        ended = [stream.close(timeout=2.0) for stream in filter(None, (self._exchanges, self._gradients))]
+        for channels in filter(None, (self._x, self._g)):
+            channels.abandon()
+        self._trace.emit("abort", reason=reason, threads_ended=all(ended))
+
+    def _report(self, channels: Channels) -> None:
+        sent, between = channels.traffic()
+        if sent:
+            self._trace.emit("sent", bytes=sent, between_nodes=between)
+
+
+def _broadcast(channel: Channel, state: dict[str, Any], root: int) -> dict[str, Any]:
+    """Structure as JSON, then every tensor: never pickle."""
+    sender = channel.index == root
+    plain, tensors = flatten(state) if sender else ("", [])
+    text = (
+        torch.frombuffer(bytearray(plain.encode()), dtype=torch.uint8) if sender else torch.empty(0, dtype=torch.uint8)
+    )
+    size = torch.tensor([text.numel()])
+    channel.broadcast(size, root)
+    if not sender:
+        text = torch.empty(int(size), dtype=torch.uint8)
+    channel.broadcast(text, root)
+    if sender:
+        for tensor in tensors:
+            channel.broadcast(tensor, root)
+        return state
+    plain = bytes(text.numpy()).decode()
+    received = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in json.loads(plain)["tensors"]]
+    for tensor in received:
+        channel.broadcast(tensor, root)
+    return dict(unflatten(plain, received))

@@ -1,0 +1,150 @@
+"""Heartbeats: who is alive, who left, who failed and why.
+
+Every rank writes a beat into the run's store and reads the others' once an interval. A rank is lost when its beat stands
+still for the deadline, not when an operation is old: an evaluation may take an hour. A rank that fails says so in its
+last beat, and names the culprit it knows of, so that all ranks report the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from loosestep.comm.base import CommError, LostPeer
+
+FORGIVEN = 2.0  # a check this late means that this process itself was stopped
+
+
+class Pulse:
+    """One thread that beats and listens. `check()` raises once a peer is known to be lost."""
+
+    def __init__(self, store: dist.Store, rank: int, *, world: int, deadline: float) -> None:
+        self.store, self.rank, self.world, self.deadline = store, rank, world, deadline
+        self.interval = min(1.0, deadline / 10)
+        self.step = 0
+        self.fault: CommError | None = None
+        now = time.monotonic()
+        self._beat = 0
+        self._values: list[bytes] = [b""] * world
+        self._seen = [now] * world
+        self._listened = self._checked = now
+        self._hurry = threading.Event()
+        self._stop = threading.Event()
+        self._silence = deadline
+        self._write({"beat": 0, "step": 0})
+        self._thread = threading.Thread(target=self._live, name="loosestep-pulse", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise `LostPeer` if somebody is gone; costs nothing otherwise."""
+        now = time.monotonic()
+        if now - self._checked > FORGIVEN:  # we were stopped, not they
+            self._listened = now
+        self._checked = now
+        if self.fault is None and now - self._listened > self.deadline:
+            self.fault = LostPeer(0, self._say(0, f"the run's store has not answered for {self.deadline:g} s"))
+        if self.fault is not None:
+            raise self.fault
+
+    def blame(self, error: BaseException) -> CommError:
+        """An operation failed: wait for the heartbeats to tell who caused it, at most for the deadline."""
+        self._silence = min(self.deadline, 4 * self.interval)
+        until = time.monotonic() + self.deadline
+        while time.monotonic() < until:
+            try:
+                self.check()
+            except CommError as fault:
+                return fault
+            self._hurry.wait(self.interval / 4)
+        return CommError(f"communication failed although every rank is alive: {error}")
+
+    def waiting_for(self) -> str:
+        """Where the other ranks are, for a message to somebody who waits."""
+        steps = ", ".join(
+            f"rank {r} at step {self._read(r).get('step', 0)}" for r in range(self.world) if r != self.rank
+        )
+        return steps or "no other rank"
+
+    def leave(self) -> None:
+        """Say goodbye: from now on our silence means nothing."""
+        self._end({"left": True})
+
+    def fail(self, reason: str, culprit: int | None = None) -> None:
+        """Tell the others why this rank ends, then stop beating."""
+        self._end({"failed": reason, "culprit": self.rank if culprit is None else culprit})
+
+    def _end(self, beat: dict[str, object]) -> None:
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._hurry.set()
+        self._thread.join(timeout=self.deadline)
+        if not isinstance(self.fault, LostPeer) or self.fault.rank != 0:
+            try:
+                self._write(beat)
+            except RuntimeError:  # the store went first: there is nobody left to tell
+                return
+
+    def _live(self) -> None:
+        while not self._stop.wait(self.interval):
+            try:
+                self._beat += 1
+                self._write({"beat": self._beat, "step": self.step})
+                self._listen(self.store.multi_get([f"beat/{r}" for r in range(self.world)]))
+            except RuntimeError as error:
+                if not self._stop.is_set():
+                    self._accuse(LostPeer(0, self._say(0, f"the run's store is gone ({str(error).splitlines()[0]})")))
+                return
+            if self.fault is not None:
+                return
+
+    def _listen(self, values: list[bytes]) -> None:
+        now = self._listened = time.monotonic()
+        for rank, value in enumerate(values):
+            if value != self._values[rank]:
+                self._values[rank], self._seen[rank] = value, now
+                beat = self._read(rank)
+                if "failed" in beat and rank != self.rank:
+                    self._accuse(LostPeer(int(beat["culprit"]), str(beat["failed"])))
+        for rank in range(self.world):
+            silent = now - self._seen[rank]
+            if rank != self.rank and silent > self._silence and "left" not in self._read(rank):
+                step = self._read(rank).get("step", 0)
+                self._accuse(
+                    LostPeer(rank, self._say(rank, f"no heartbeat for {silent:.1f} s, last seen at step {step}"))
+                )
+
+    def _accuse(self, fault: LostPeer) -> None:
+        if self.fault is None:
+            self.fault = fault
+            self._hurry.set()
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        value = self._values[rank]
+        return dict(json.loads(value)) if value else {}
+
+    def _write(self, beat: dict[str, object]) -> None:
+        self.store.set(f"beat/{self.rank}", json.dumps(beat))
+
+    def _say(self, rank: int, why: str) -> str:
+        return (
+            f"rank {rank} is lost: {why}. A collective run ends when a rank is lost; the parameters on this rank are as they "
+            "were before the exchange"
+        )
+
+
+def connect(store: dist.Store, *, timeout: float) -> dist.Store:
+    """A connection of our own to the run's store, so that a blocking call elsewhere never delays a heartbeat."""
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, dist.TCPStore):
+        return dist.TCPStore(
+            base.host, base.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        )
+    return store

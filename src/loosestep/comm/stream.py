@@ -1,0 +1,58 @@
+"""One communication thread: tasks in the order in which they were submitted, each with a `Pending`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from loosestep.comm.base import CommError, Pending
+
+T = TypeVar("T")
+
+
+class Stream:
+    """Runs tasks one after another on its own thread. After an error every later task fails with the same error."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Pending[Any]] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=f"loosestep-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], T]) -> Pending[T]:
+        """Queue a task."""
+        pending: Pending[T] = Pending()
+        if self._closed:
+            pending.fail(CommError("the run has ended; attach the model again to communicate"))
+        else:
+            self._tasks.put((task, pending))
+        return pending
+
+    def run(self, task: Callable[[], T]) -> T:
+        """Do a task on this thread and wait for it; from the thread itself, at once."""
+        if threading.current_thread() is self._thread:
+            return task()
+        return self.submit(task).wait()
+
+    def close(self, timeout: float) -> bool:
+        """Finish what is queued and end the thread; false if it is still busy after `timeout`."""
+        self._closed = True
+        self._tasks.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            task, pending = item
+            try:
+                if self._error is not None:
+                    raise self._error
+                value = task()
+            except BaseException as error:  # noqa: BLE001  delivered to whoever waits; the thread must live on
+                self._error = error
+                pending.fail(error)
+            else:
+                pending.fulfil(value)

@@ -1,0 +1,106 @@
+"""Opening a run: the process group, the store, who is where, and whether everybody can take part.
+
+Nothing is torn down that was not created here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from loosestep.comm.pulse import Pulse, connect
+from loosestep.topology import Topology, detect_launch, find_master
+
+_attachments = itertools.count()  # every rank attaches in the same order, so the numbers agree
+
+
+@dataclass
+class World:
+    """The processes of a run. `store` is shared by all ranks, `pulse` is None in a world of one."""
+
+    rank: int
+    topology: Topology
+    deadline: float
+    prefix: str
+    store: dist.Store
+    owned: bool  # we initialised torch.distributed, so we end it
+    pulse: Pulse | None = None
+
+    def agree(self, report: dict[str, object]) -> list[dict[str, object]]:
+        """Publish this rank's report and read everybody's; the ranks that do not show up in time are named."""
+        return [
+            json.loads(text)
+            for text in _publish(
+                self.store, "report", self.rank, self.topology.world, json.dumps(report), self.deadline
+            )
+        ]
+
+    def connect(self) -> dist.Store:
+        """Another connection to the store, so that a long wait on it delays no heartbeat."""
+        return _connect(self.prefix, self.deadline)
+
+    def start_pulse(self) -> None:
+        """Begin to beat; the others are known to be here."""
+        if self.topology.world > 1:
+            self.pulse = Pulse(self.store, self.rank, world=self.topology.world, deadline=self.deadline)
+
+    def close(self) -> None:
+        """Give back what was created here."""
+        if self.owned and dist.is_initialized():
+            dist.destroy_process_group()
+            self.owned = False
+
+
+def open_world(topology: Topology | None, *, deadline: float) -> World:
+    """Use torch.distributed as it is, or initialise it from what started this process."""
+    launch = detect_launch()
+    owned = not dist.is_initialized()
+    if owned:
+        _initialise(deadline)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    prefix = f"loosestep/{next(_attachments)}"
+    shared = _connect(prefix, deadline)
+    if topology is None:
+        # A process that was started by hand and initialised torch itself has no launcher: its host is its node.
+        node = launch.node if launch.world == world else socket.gethostname()
+        topology = Topology.from_names(_publish(shared, "node", rank, world, node, deadline))
+    elif topology.world != world:
+        raise ValueError(f"the topology names {topology.world} ranks, but {world} processes were started")
+    return World(rank, topology, deadline, prefix, shared, owned)
+
+
+def _connect(prefix: str, deadline: float) -> dist.Store:
+    return dist.PrefixStore(prefix, connect(dist.distributed_c10d._get_default_store(), timeout=deadline))
+
+
+def _initialise(deadline: float) -> None:
+    launch = detect_launch()
+    if launch.world == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return
+    address, port = find_master(launch)
+    os.environ.setdefault("MASTER_ADDR", address)
+    os.environ.setdefault("MASTER_PORT", str(port))
+    patience = timedelta(seconds=max(deadline, 300.0))  # start-up may be slow: imports, queues
+    dist.init_process_group("gloo", rank=launch.rank, world_size=launch.world, timeout=patience)
+
+
+def _publish(store: dist.Store, key: str, rank: int, world: int, text: str, deadline: float) -> list[str]:
+    """Set `key/rank`, then read everybody's."""
+    store.set(f"{key}/{rank}", text)
+    keys = [f"{key}/{r}" for r in range(world)]
+    try:
+        store.wait(keys, timedelta(seconds=deadline))
+    except RuntimeError as error:
+        missing = [r for r in range(world) if not store.check([keys[r]])]
+        raise TimeoutError(
+            f"rank(s) {', '.join(map(str, missing))} did not call loosestep.attach within {deadline:g} s; every rank must attach the "
+            "same model (raise deadline= if they only start late)"
+        ) from error
+    return [value.decode() for value in store.multi_get(keys)]

@@ -1,0 +1,181 @@
+"""Averaging gradients during backward, complete when `backward()` returns.
+
+Parameters are put into buckets in reverse order, roughly the order in which backward produces gradients. A bucket is
+sent when its last gradient is there, always in the same order; an end-of-backward callback sends the rest (parameters
+that this backward did not use count as zeros), waits, and writes the means back. Each bucket carries one flag per
+parameter, so that a parameter unused on every rank keeps `grad=None`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from loosestep.comm.base import Comm, Pending, Scope
+
+FIRST_BUCKET = 1 << 20  # bytes: small, so that communication starts early
+BUCKET = 25 << 20
+
+
+class Bucket:
+    """Some parameters of one dtype: their gradients side by side, then one flag each, then padding."""
+
+    def __init__(self, params: Sequence[nn.Parameter], multiple: int) -> None:
+        self.params = list(params)
+        self.sizes = [param.numel() for param in params]
+        self.padded = -(-(sum(self.sizes) + len(params)) // multiple) * multiple
+        self.ready: set[int] = set()
+        self.sent: Pending[None] | None = None
+        self._flat: torch.Tensor | None = None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        if self._flat is None:
+            self._flat = self.blank()
+        return self._flat
+
+    def blank(self) -> torch.Tensor:
+        """Zeros of this bucket's shape."""
+        return torch.zeros(self.padded, dtype=self.params[0].dtype)
+
+    def views(self) -> list[torch.Tensor]:
+        pieces = self.flat[: sum(self.sizes)].split(self.sizes)
+        return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
+
+    def flags(self) -> torch.Tensor:
+        return self.flat[sum(self.sizes) : sum(self.sizes) + len(self.params)]
+
+    def pack(self) -> None:
+        """Gradients in; zeros and a zero flag where there is none."""
+        self.flags().copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
+        for view, param in zip(self.views(), self.params, strict=True):
+            if param.grad is None:
+                view.zero_()
+            elif param.grad.is_sparse:
+                raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
+        used = [(view, p.grad) for view, p in zip(self.views(), self.params, strict=True) if p.grad is not None]
+        if used:
+            torch._foreach_copy_([view for view, _ in used], [grad for _, grad in used])
+
+    def unpack(self) -> None:
+        """Means out. Unused everywhere: `grad` stays None."""
+        for view, param, flag in zip(self.views(), self.params, self.flags().tolist(), strict=True):
+            if flag == 0:
+                continue
+            if param.grad is None:
+                param.grad = torch.empty_like(param)
+            param.grad.copy_(view)
+
+
+class GradientAverager:
+    """Hooks on the parameters of a model; `scope()` says, at the start of each backward, over whom to average."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        comm: Comm,
+        *,
+        multiple: int,
+        scope: Callable[[], Scope],
+        waited: Callable[[float], None],
+    ) -> None:
+        self._comm, self._scope, self._waited = comm, scope, waited
+        self._buckets = make_buckets(params, multiple)
+        self._home = {id(param): bucket for bucket in self._buckets for param in bucket.params}
+        self._paused = 0
+        self._open: Scope | None = None
+        self._rounds = 0
+        self._checksum = 0.0
+        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._ready) for p in params]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate locally; the next backward outside averages the sum."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def blank_buckets(self) -> Iterable[torch.Tensor]:
+        """Zeros in the shape of every bucket, in order."""
+        return (bucket.blank() for bucket in self._buckets)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _ready(self, param: torch.Tensor) -> None:
+        if self._paused:
+            return
+        if self._open is None:
+            self._begin()
+        if self._open == "rank":
+            return
+        bucket = self._home[id(param)]
+        if bucket.sent is not None:
+            raise RuntimeError(
+                "a gradient arrived twice in one backward, after it was averaged: checkpoint with use_reentrant=False, or wrap "
+                "all but the last backward in run.no_sync()"
+            )
+        bucket.ready.add(id(param))
+        self._send(complete_only=True)
+
+    def _begin(self) -> None:
+        self._open = self._scope()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if self._open != "rank":
+            self._comm.open_round(self._open, self._checksum)
+
+    @torch.no_grad()
+    def _send(self, *, complete_only: bool) -> None:
+        assert self._open is not None
+        for bucket in self._buckets:
+            if bucket.sent is not None:
+                continue
+            if complete_only and len(bucket.ready) < len(bucket.params):
+                return
+            bucket.pack()
+            if bucket is self._buckets[0]:  # the first rounds are compared, to notice ranks that see the same data
+                self._checksum = float(bucket.flat.sum(dtype=torch.float64)) if self._rounds < 4 else 0.0
+            bucket.sent = self._comm.reduce(bucket.flat, self._open)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        scope, start = self._open, self._comm.now()
+        try:
+            if scope == "rank":
+                return
+            self._send(complete_only=False)
+            for bucket in self._buckets:
+                assert bucket.sent is not None
+                bucket.sent.wait()
+                bucket.unpack()
+            self._rounds += 1
+        finally:
+            self._open = None
+            for bucket in self._buckets:
+                bucket.sent = None
+                bucket.ready.clear()
+            self._waited(self._comm.now() - start)
+
+
+def make_buckets(params: Sequence[nn.Parameter], multiple: int) -> list[Bucket]:
+    """Last parameters first, one dtype per bucket, the first bucket small."""
+    buckets: list[Bucket] = []
+    group: list[nn.Parameter] = []
+    size = 0
+    for param in reversed(params):
+        limit = BUCKET if buckets else FIRST_BUCKET
+        if group and (param.dtype != group[0].dtype or size >= limit):
+            buckets.append(Bucket(group, multiple))
+            group, size = [], 0
+        group.append(param)
+        size += param.numel() * param.element_size()
+    return [*buckets, Bucket(group, multiple)]

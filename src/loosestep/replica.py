@@ -1,0 +1,134 @@
+"""One rank's copy of the model as flat vectors: snapshots, folds, buffers. All numerics of an exchange live here.
+
+    fold:    x <- x + delta                       delta = mean(s) - s, taken from a snapshot s of some steps ago
+    assign:  x <- mean
+    blend:   x <- (2 S x + P mean) / (2 S + P)    the published DASO merge, S steps after the snapshot
+
+Parameters stay where they are; the flat vector is a copy in logical order, one tensor per dtype, padded so that it
+divides evenly among lanes and replicas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from loosestep.comm.base import Vector
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The parameters of one dtype, side by side."""
+
+    dtype: torch.dtype
+    params: list[torch.Tensor]
+    sizes: list[int]
+    padded: int
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """`flat` cut into tensors of the parameters' shapes."""
+        pieces = flat[: sum(self.sizes)].split(self.sizes)
+        return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
+
+
+class Replica:
+    """The trainable parameters and floating buffers of a model. `multiple`: what the padded length must divide by."""
+
+    def __init__(self, model: nn.Module, *, multiple: int = 1) -> None:
+        self.names = {id(param): name for name, param in model.named_parameters()}  # tied parameters appear once
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        self.frozen = [param for param in model.parameters() if not param.requires_grad]
+        self.params: list[nn.Parameter] = trainable
+        self.segments = [
+            self._segment(dtype, [p for p in trainable if p.dtype == dtype], multiple)
+            for dtype in dict.fromkeys(p.dtype for p in trainable)
+        ]
+        self.floating = [b for b in persistent_buffers(model) if b.is_floating_point()]
+        self.counting = [b for b in persistent_buffers(model) if not b.is_floating_point()]
+        self._flat: Vector | None = None
+
+    @staticmethod
+    def _segment(dtype: torch.dtype, params: list[nn.Parameter], multiple: int) -> Segment:
+        sizes = [param.numel() for param in params]
+        return Segment(dtype, list(params), sizes, padded=max(-(-sum(sizes) // multiple), 1) * multiple)
+
+    def snapshot(self, *, keep: bool = True) -> Vector:
+        """A copy of the parameters, in the one buffer that the replica keeps for it (`keep`) or in new memory."""
+        vector = self._flat if keep else None
+        if vector is None:
+            vector = [torch.zeros(segment.padded, dtype=segment.dtype) for segment in self.segments]
+            self._flat = vector if keep else self._flat
+        with torch.no_grad():
+            for segment, flat in zip(self.segments, vector, strict=True):
+                torch._foreach_copy_(segment.views(flat), segment.params)
+        return vector
+
+    @torch.no_grad()
+    def fold(self, delta: Vector) -> None:
+        """x <- x + delta"""
+        for segment, flat in zip(self.segments, delta, strict=True):
+            torch._foreach_add_(segment.params, segment.views(flat))
+
+    @torch.no_grad()
+    def assign(self, mean: Vector) -> None:
+        """x <- mean"""
+        for segment, flat in zip(self.segments, mean, strict=True):
+            torch._foreach_copy_(segment.params, segment.views(flat))
+
+    @torch.no_grad()
+    def blend(self, mean: Vector, *, waited: int, replicas: int) -> None:
+        """x <- (2 S x + P mean) / (2 S + P)"""
+        total = 2 * waited + replicas
+        for segment, flat in zip(self.segments, mean, strict=True):
+            torch._foreach_mul_(segment.params, 2 * waited / total)
+            torch._foreach_add_(segment.params, segment.views(flat), alpha=replicas / total)
+
+    def pack_buffers(self) -> torch.Tensor:
+        """The floating buffers (BatchNorm statistics) as one vector."""
+        if not self.floating:
+            return torch.empty(0)
+        wide = torch.float64 if any(b.dtype == torch.float64 for b in self.floating) else torch.float32
+        return torch.cat([buffer.detach().reshape(-1).to("cpu", wide) for buffer in self.floating])
+
+    @torch.no_grad()
+    def assign_buffers(self, packed: torch.Tensor) -> None:
+        """Buffers are averaged and assigned, never folded: a delayed delta can make a variance negative."""
+        for buffer, piece in zip(self.floating, packed.split([b.numel() for b in self.floating]), strict=False):
+            buffer.copy_(piece.view(buffer.shape))
+
+    def find_bad(self) -> str | None:
+        """The name of the first parameter that holds NaN or Inf."""
+        return next((self.names[id(p)] for p in self.params if not bool(p.isfinite().all())), None)
+
+    def layout(self) -> list[str]:
+        """What must be the same on every rank, in order: name, shape, dtype, whether it trains."""
+        return [f"{self.names[id(p)]}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}" for p in self.params] + [
+            f"buffer {tuple(b.shape)} {b.dtype}" for b in (*self.floating, *self.counting)
+        ]
+
+    def digest(self) -> str:
+        """A fingerprint of the layout."""
+        return hashlib.blake2b("\n".join(self.layout()).encode(), digest_size=16).hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raise if a parameter was unfrozen after attach: it would train on its own, silently."""
+        for param in self.frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"{self.names[id(param)]} was frozen when the run was attached and now requires gradients, so it would not "
+                    "be averaged. Call run.finish() and attach again after unfreezing"
+                )
+
+
+def persistent_buffers(model: nn.Module) -> Iterable[torch.Tensor]:
+    """Every buffer that is part of the state dict, once. Non-persistent ones are the module's private business."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield buffer

@@ -1,0 +1,24 @@
+"""Synchronous training: the gradients of all ranks are averaged on every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from loosestep.comm.base import Scope
+from loosestep.strategies.base import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Strategy):
+    """The baseline, as torch's DistributedDataParallel: `g <- mean of the gradients of all ranks`, every step.
+
+    Inside a node first, then across nodes on all lanes at once, overlapped with backward.
+    """
+
+    name: ClassVar[str] = "allreduce"
+
+    @property
+    def learner(self) -> Scope:
+        """All ranks are one learner."""
+        return "world"

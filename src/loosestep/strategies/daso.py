@@ -1,0 +1,174 @@
+"""DASO: distributed asynchronous and selective optimization (Coquelin et al., 2104.05588).
+
+In the paper's letters: P nodes; B = `period`, the steps between global exchanges; W = `delay`, the steps from sending to
+merging; S the steps waited. Gradients are averaged inside the node on every step; across nodes parameters travel
+asynchronously, every B steps, and a plateau of the training loss halves B and W until they return to their maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from loosestep.comm.base import Landed, Scope
+from loosestep.replica import Replica
+from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class DASO(Strategy):
+    """Nodes are the replicas. Steps: `warmup` in lockstep, then cycling, then `cooldown` in lockstep until `total`.
+
+    Ours by default; `DASO.paper()` is the published behaviour. They differ in
+    `merge`: "delta" keeps every local step (`x += mean(s) - s`), "stale" is `x <- (2 S x + sum_i s_i) / (2 S + P)`;
+    `lanes`: "sharded" sends 1/L of the vector on each of L lanes, "rotating" all of it on one lane at a time;
+    `ramp`: warm-up and cool-down average "gradients" in backward, or "parameters" as bfloat16 after every step;
+    `epoch`: with a number of steps, the exchange at the end of every epoch is waited for.
+    """
+
+    name: ClassVar[str] = "daso"
+
+    period: int = 4
+    delay: int = 1
+    warmup: int = 0
+    cooldown: int = 0
+    total: int | None = None
+    epoch: int | None = None
+    window: int = 100
+    patience: int = 3
+    threshold: float = 0.05
+    merge: Literal["delta", "stale"] = "delta"
+    lanes: Literal["sharded", "rotating"] = "sharded"
+    ramp: Literal["gradients", "parameters"] = "gradients"
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> DASO:
+        """The published behaviour; W is a quarter of B, at least 1."""
+        period = overrides.get("period", 4)
+        preset: dict[str, Any] = {"merge": "stale", "lanes": "rotating", "ramp": "parameters"}
+        if isinstance(period, int):
+            preset["delay"] = max(1, period // 4)
+        return cls(**{**preset, **overrides})
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("period", 1),
+            ("delay", 0),
+            ("warmup", 0),
+            ("cooldown", 0),
+            ("window", 1),
+            ("patience", 1),
+        ):
+            require_count(field, getattr(self, field), least=least)
+        for field in ("total", "epoch"):
+            if getattr(self, field) is not None:
+                require_count(field, getattr(self, field), least=1)
+        require(
+            self.delay <= self.period,
+            f"delay must be at most period, got delay={self.delay} and period={self.period}: an exchange is folded before the "
+            "next one starts",
+        )
+        require(
+            self.cooldown == 0 or self.total is not None,
+            f"cooldown={self.cooldown} needs total, the number of optimizer steps of the whole run, to know when to begin",
+        )
+        if self.total is not None:
+            require(
+                self.warmup + self.cooldown <= self.total,
+                f"warmup + cooldown must fit into total={self.total} steps, got {self.warmup} + {self.cooldown}",
+            )
+        require(0 <= self.threshold < 1, f"threshold must be at least 0 and below 1, got {self.threshold}")
+        require_choice("merge", self.merge, ("delta", "stale"))
+        require_choice("lanes", self.lanes, ("sharded", "rotating"))
+        require_choice("ramp", self.ramp, ("gradients", "parameters"))
+
+    @property
+    def learner(self) -> Scope:
+        """A node is one learner."""
+        return "node"
+
+    def begin(self) -> State:
+        """Before the first step: the longest period, no loss seen."""
+        return {
+            "step": 0,
+            "exchanges": 0,
+            "last": self.warmup,
+            "period": self.period,
+            "delay": self.delay,
+            "cooling": False,
+            "best": None,
+            "stalled": 0,
+            "loss_sum": 0.0,
+            "loss_count": 0,
+        }
+
+    def ramping(self, state: State) -> bool:
+        """Whether the next step is in lockstep: warm-up or cool-down."""
+        return bool(state["step"] < self.warmup or state["cooling"])
+
+    def scope(self, state: State) -> Scope:
+        """Gradients of the node; of the world while ramping."""
+        return "world" if self.ramping(state) and self.ramp == "gradients" else "node"
+
+    def boundary(self, state: State, run: Exchanges) -> None:
+        """One step of the algorithm."""
+        lockstep = self.ramping(state)
+        state["step"] += 1
+        step = state["step"]
+        if lockstep:
+            if self.ramp == "parameters":
+                run.average(wire=torch.bfloat16)
+            return
+        if run.in_flight is not None and step - run.in_flight >= state["delay"]:
+            run.fold()
+        if self.cooldown and self.total is not None and step >= self.total - self.cooldown:
+            run.gather()
+            return
+        epoch_ends = self.epoch is not None and step % self.epoch == 0
+        if step - state["last"] >= state["period"] or epoch_ends:
+            if run.in_flight is not None:
+                run.fold()
+            run.start(**self.form(state))
+            state["last"] = step
+            if state["delay"] == 0 or epoch_ends:
+                run.fold()
+
+    def form(self, state: State) -> dict[str, Any]:
+        """How the next exchange travels."""
+        lane = None if self.lanes == "sharded" else state["exchanges"]
+        return {"form": "delta" if self.merge == "delta" else "mean", "lane": lane}
+
+    def land(self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int) -> None:
+        """Merge, then let the loss that came along decide the next period."""
+        if self.merge == "delta":
+            replica.fold(landed.vector)
+        elif replicas > 1:
+            replica.blend(landed.vector, waited=staleness, replicas=replicas)
+        state["loss_sum"] += landed.loss_sum
+        state["loss_count"] += landed.loss_count
+        if state["loss_count"] >= self.window * len(landed.steps):
+            self.evaluate(state, state["loss_sum"] / state["loss_count"])
+            state["loss_sum"], state["loss_count"] = 0.0, 0
+
+    def evaluate(self, state: State, loss: float) -> None:
+        """The plateau controller: B and W halve after `patience` evaluations without progress, and start over at 1."""
+        best = state["best"]
+        if math.isfinite(loss) and (best is None or loss < best - self.threshold * abs(best)):
+            state["best"], state["stalled"] = loss, 0
+            return
+        state["stalled"] += 1
+        if state["stalled"] < self.patience:
+            return
+        state["stalled"] = 0
+        if state["period"] == 1:
+            state["period"], state["delay"] = self.period, self.delay
+        else:
+            state["period"] = max(1, state["period"] // 2)
+            state["delay"] = min(max(min(1, self.delay), state["delay"] // 2), state["period"])
+
+    def gathered(self, state: State) -> None:
+        """The cool-down has begun, wherever this rank's own count is."""
+        state["cooling"] = True
