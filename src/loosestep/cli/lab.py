@@ -19,7 +19,7 @@ def lab(
     script: Annotated[
         list[str],
         typer.Argument(
-            metavar="SCRIPT [ARGS]...", help="A .py file or an executable; or 'clean', to remove leftovers."
+            metavar="SCRIPT", help="A .py file or an executable, and its arguments; or clean: remove leftovers."
         ),
     ],
     nodes: Annotated[int, typer.Option(help="How many nodes.")] = 2,
@@ -85,7 +85,7 @@ def watch(emulated: Lab, command: list[str], timeout: float | None) -> int:
             console.print(f"loosestep: {error}", markup=False)
             return 124
         console.print(closing_table(emulated, result))
-        console.print(closing_line(job, result))
+        console.print(closing_line(job, result), soft_wrap=True)
         return result.exit_code
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from loosestep.launch import Job, Rank, Result, command_for, describe, start
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
-Script = Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A .py file or an executable.")]
+Script = Annotated[list[str], typer.Argument(metavar="SCRIPT", help="A .py file or an executable, and its arguments.")]
 IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a Python module.")]
 Timeout = Annotated[float | None, typer.Option(help="End everything after so many seconds (exit code 124).")]
 
@@ -76,6 +76,7 @@ def gentle_end() -> Iterator[None]:
     """SIGTERM and a closed terminal end us as Ctrl-C does: through the `with` blocks, which leave nothing behind."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
+        Console(stderr=True, highlight=False).print(f"loosestep: {signal.Signals(number).name}, ending the ranks")
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -95,7 +96,7 @@ def see_through(job: Job, timeout: float | None) -> int:
         job.stop()
         console.print(f"loosestep: {error}", markup=False)
         return 124
-    console.print(closing_line(job, result))
+    console.print(closing_line(job, result), soft_wrap=True)
     return result.exit_code
 
 

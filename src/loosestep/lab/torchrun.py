@@ -19,12 +19,13 @@ def places(command: Sequence[str], counts: Sequence[int], network: Network | Non
     if len(set(counts)) > 1:
         raise ValueError(f"torchrun starts the same number of ranks on every node, got {list(counts)}")
     address, port = ("127.0.0.1", _free_port()) if network is None else (network.address(0), PORT)
-    script = list(command[1:]) if command[0] == sys.executable else ["--no-python", *command]
     rendezvous = [f"--nnodes={len(counts)}", f"--master-addr={address}", f"--master-port={port}"]
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     agent = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     return [
-        Place(f"n{node}", [*agent, f"--node-rank={node}", f"--nproc-per-node={count}", *script], env, node)
+        Place(
+            f"n{node}", [*agent, f"--node-rank={node}", f"--nproc-per-node={count}", "--no-python", *command], env, node
+        )
         for node, count in enumerate(counts)
     ]
 

@@ -1,0 +1,92 @@
+"""`loosestep lab` as a user meets it."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from loosestep.cli import app
+from loosestep.lab import Lab, LabError, leftovers
+
+COMMAND = [sys.executable, "-c", "from loosestep.cli import main; main()", "lab"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_namespaces() -> None:
+    try:
+        Lab(1).close()
+    except LabError as error:
+        pytest.skip(str(error))
+
+
+def test_a_run_ends_with_the_tables_of_links_and_ranks() -> None:
+    code = "import os; print('node', os.environ['GROUP_RANK'], os.environ['GLOO_SOCKET_IFNAME'])"
+    options = ["--nodes", "2", "--ranks-per-node", "2", "--bandwidth", "100mbit", "--link", "0-1=50mbit"]
+    faults = ["--slow", "1:2x", "--kill", "3@50s", "--stop", "2@50s:1s", "--partition", "0/1@50s:1s"]
+    arguments = [*COMMAND, *options, *faults, "--delay", "1ms", "--loss", "0.1%", "--", sys.executable, "-c", code]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert sorted(done.stdout.splitlines()) == [f"[n{rank // 2} r{rank}] node {rank // 2} eth0" for rank in range(4)]
+    assert done.returncode == 0, done.stderr
+    for text in ("rate Mbit/s", "sent MB", "use sending", "CPU s", "n0 r1 (2x slower)", "4 of 4 ranks ended well"):
+        assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bandwidth", "500"], "expected a rate such as 500mbit"),
+        (["--kill", "3"], "expected RANK@TIME, for example 3@20s"),
+        (["--stop", "3@5s"], "expected RANK@TIME:DURATION, for example 2@10s:5s"),
+        (["--partition", "0:1"], "expected NODES/NODES@TIME:DURATION, for example 0,1/2,3@15s:10s"),
+        (["--slow", "1"], "expected RANK:FACTORx"),
+        (["--link", "1=5"], "expected NODE-NODE=RATE"),
+        (["--loss", "half"], "expected a share"),
+        (["--kill", "9@1s"], "there is no rank 9"),
+        (["--nodes", "101"], "1 to 100 nodes"),
+    ],
+)
+def test_bad_options_get_one_line_with_the_grammar(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["lab", *arguments, "--", "true"])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_missing_script_gets_one_line() -> None:
+    result = CliRunner().invoke(app, ["lab", "--", "missing.py"])
+    assert (result.exit_code, result.output.splitlines()) == (2, ["loosestep: no script missing.py"])
+
+
+def test_after_kill_9_of_the_lab_clean_removes_what_is_left() -> None:
+    """A rank dies with its lab; a process it sent off into a session of its own does not, and keeps the network alive."""
+    child = "import os, signal; print('stray', os.getpid(), flush=True); signal.pause()"
+    code = (
+        "import subprocess, sys, os, signal\n"
+        "print('rank', os.getpid(), flush=True)\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
+        "signal.pause()\n"
+    )
+    arguments = [*COMMAND, "--nodes", "1", "--bandwidth", "10mbit", "--delay", "1ms", "--", sys.executable, "-c", code]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = {}
+        while len(pids) < 2:
+            match = re.search(r"(rank|stray) (\d+)", process.stdout.readline())
+            assert match is not None
+            pids[match[1]] = int(match[2])
+        handles = {name: os.pidfd_open(pid) for name, pid in pids.items()}
+        assert not [left for left in leftovers.find() if left.owner == process.pid]
+        process.send_signal(signal.SIGKILL)
+    assert select.select([handles["rank"]], [], [], 10)[0], "the rank outlived its lab"
+    assert [left.pid for left in leftovers.find() if left.owner == process.pid] == [pids["stray"]]
+    result = CliRunner().invoke(app, ["lab", "clean"])
+    assert result.exit_code == 0
+    assert f"ended process {pids['stray']} of lab {process.pid}" in result.output.replace("\n", " ")
+    assert select.select([handles["stray"]], [], [], 10)[0], "clean left a process"
+    for handle in handles.values():
+        os.close(handle)

@@ -1,0 +1,262 @@
+"""Labs with real namespaces and real processes."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loosestep.lab import Kill, Lab, LabError, Stop
+from loosestep.lab.grammar import Partition
+from loosestep.launch import Job
+
+pytestmark = pytest.mark.usefixtures("needs_namespaces")
+STREAM = str(Path(__file__).with_name("stream.py"))
+PAUSE = [sys.executable, "-c", "import signal; print('ready'); signal.pause()"]
+
+
+def processes_of_our_labs() -> list[str]:
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"LOOSESTEP_LAB={os.getpid()}.".encode() in environment.read_bytes():
+                found.append(environment.parent.name)
+    return found
+
+
+def measure(lab: Lab, amount: float) -> tuple[float, int, int]:
+    """(Mbit/s, bytes, damaged blocks) of one stream from the node of rank 1 to that of rank 0."""
+    with lab.start([STREAM, str(amount)]) as job:
+        words = job.ranks[0].expect("mbit", timeout=40).split()
+    return float(words[1]), int(words[3]), int(words[5])
+
+
+@pytest.fixture
+def endless() -> Iterator[tuple[Lab, Job]]:
+    """Two nodes and a stream that goes on."""
+    with Lab(2, bandwidth="20mbit") as lab:
+        job = lab.start([STREAM, "1e12", "forever"])
+        job.ranks[0].expect("got")
+        yield lab, job
+
+
+def progress(job: Job) -> int:
+    return int(job.ranks[0].output[-1].split()[1])
+
+
+def wait_for_progress(job: Job, beyond: int) -> None:
+    """Until more than so many bytes have arrived."""
+    rank = job.ranks[0]
+    with rank._changed:
+        assert rank._changed.wait_for(lambda: int(rank._lines[-1].split()[1]) > beyond, timeout=30)
+
+
+@pytest.mark.parametrize(("rate", "amount"), [("20mbit", 2.5e6), ("200mbit", 20e6), ("1gbit", 60e6)])
+def test_a_link_carries_what_it_is_said_to(rate: str, amount: float) -> None:
+    with Lab(2, bandwidth=rate) as lab:
+        goodput, arrived, wrong = measure(lab, amount)
+        sent, received = lab.bytes()[1][0], lab.bytes()[0][1]
+    nominal = {"20mbit": 20, "200mbit": 200, "1gbit": 1000}[rate]
+    assert 0.90 * nominal < goodput < 1.03 * nominal  # the bucket's first fill comes on top
+    assert (arrived, wrong) == (int(amount), 0)
+    assert received == pytest.approx(arrived, rel=0.05)
+    assert sent == pytest.approx(received, rel=0.02)
+
+
+def test_a_pair_of_nodes_may_have_a_slower_link_than_the_rest() -> None:
+    with Lab(3, bandwidth="200mbit", links={(0, 1): "20mbit"}) as lab:
+        assert 17 < measure(lab, 2.5e6)[0] < 21
+    with Lab(3, bandwidth="200mbit", links={(0, 2): "20mbit"}) as lab:
+        assert measure(lab, 10e6)[0] > 170
+    with Lab(2, links={(0, 1): "20mbit"}) as lab:
+        assert 17 < measure(lab, 2.5e6)[0] < 21
+
+
+def test_a_limit_can_change_while_the_lab_lives() -> None:
+    with Lab(2, bandwidth="200mbit") as lab:
+        lab.limit(0, "20mbit")
+        assert 17 < measure(lab, 2.5e6)[0] < 21
+        lab.limit(0, None)
+        assert 170 < measure(lab, 10e6)[0] < 206
+
+
+def test_delay_is_one_way_and_leaves_bandwidth_alone() -> None:
+    with Lab(2, bandwidth="100mbit", delay="20ms") as lab, lab.start([STREAM, "10e6"]) as job:
+        milliseconds = float(job.ranks[1].expect("connected").split()[1])
+        words = job.ranks[0].expect("mbit").split()
+    assert 40 <= milliseconds < 200  # a round trip, and looking up the neighbour the first time
+    assert 60 < float(words[1]) < 103
+    assert words[5] == "0"
+
+
+def test_loss_slows_but_damages_nothing() -> None:
+    with Lab(2, bandwidth="50mbit", loss="2%") as lab:
+        goodput, arrived, wrong = measure(lab, 2e6)
+    assert (arrived, wrong) == (2_000_000, 0)
+    assert goodput < 51
+
+
+def test_flipped_bytes_arrive_unseen_by_tcp() -> None:
+    with Lab(2, bandwidth="50mbit", wire=True) as lab:
+        assert measure(lab, 1e6)[1:] == (1_000_000, 0)
+        lab.flip_bytes("20%")
+        _, arrived, wrong = measure(lab, 2e6)
+        assert arrived == 2_000_000
+        assert wrong > 0
+
+
+def test_the_kernels_links_cannot_damage_and_say_so() -> None:
+    with Lab(2) as lab, pytest.raises(LabError, match="wire=True"):
+        lab.flip_bytes("1%")
+
+
+def test_a_partition_stops_traffic_and_healing_brings_it_back(endless: tuple[Lab, Job]) -> None:
+    lab, job = endless
+    lab.partition({0}, {1})
+    received = lab.bytes()[0][1]
+    # What was under way has landed once the sender sends a second time for want of an answer.
+    sent = lab.bytes()[1][0]
+    while lab.bytes()[1][0] == sent:
+        assert not job.ended(0.05)
+    before = lab.bytes()[0][1]
+    assert not job.ended(0.5)
+    assert lab.bytes()[0][1] - before < 5000
+    assert before >= received
+    lab.heal()
+    wait_for_progress(job, progress(job))
+
+
+def test_a_one_way_drop_leaves_the_other_direction_open(endless: tuple[Lab, Job]) -> None:
+    lab, job = endless
+    lab.drop(0, 1)  # answers are lost; the data would still pass
+    received = lab.bytes()[1][1]
+    assert not job.ended(0.3)
+    assert lab.bytes()[1][1] - received < 5000
+    before = lab.bytes()[0][1]
+    while lab.bytes()[0][1] == before:  # it sends again what nobody acknowledged, and that arrives
+        assert not job.ended(0.05)
+    lab.heal()
+    wait_for_progress(job, progress(job))
+
+
+def test_nodes_outside_a_partition_go_on() -> None:
+    with Lab(3, bandwidth="50mbit") as lab:
+        lab.partition({2})
+        assert measure(lab, 1e6)[1] == 1_000_000
+
+
+def test_faults_come_at_their_times() -> None:
+    faults = [Kill(0, 0.2), Stop(1, 0.1, 0.3), Partition((frozenset({0}),), 0.1, 0.1)]
+    with Lab(2, faults=faults) as lab:
+        job = lab.start(PAUSE)
+        assert job.ranks[0].wait(timeout=10) == -signal.SIGKILL
+        assert 0.2 <= job.ranks[0].ended - job._begun < 2
+        state = Path(f"/proc/{job.ranks[1].pid}/stat")
+        while state.read_text().rpartition(")")[2].split()[0] != "S":  # stopped, and going on again
+            assert not job.ended(0.02)
+
+
+def test_a_slow_rank_gets_its_share_of_the_time_and_is_told() -> None:
+    code = """
+import os, time
+print("ready", os.environ.get("LOOSESTEP_SLOW"))
+begin = time.process_time()
+end = time.monotonic() + 1.5
+while time.monotonic() < end: pass
+print("cpu", time.process_time() - begin)
+"""
+    with Lab(1, 1, slow={0: 5}) as lab:
+        job = lab.start([sys.executable, "-c", code])
+        assert job.wait(timeout=30).returncodes == (0,)
+    assert job.ranks[0].output[0] == "ready 5"
+    assert 0.15 < float(job.ranks[0].output[1].split()[1]) / 1.5 < 0.35
+
+
+def test_fifty_labs_leave_nothing() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    Lab(2, bandwidth="100mbit").close()
+    before = descriptors(), Path("/proc/net/dev").read_text().count(":"), threading.active_count()
+    for number in range(50):
+        with Lab(2, bandwidth="100mbit", wire=number % 10 == 0):
+            pass
+    # An open descriptor is all that keeps a namespace without processes alive.
+    assert (descriptors(), Path("/proc/net/dev").read_text().count(":"), threading.active_count()) == before
+    assert not processes_of_our_labs()
+
+
+def test_a_lab_left_by_an_exception_takes_its_ranks_along() -> None:
+    lab = Lab(2)
+    job = lab.start(PAUSE)
+    with pytest.raises(KeyError), lab:
+        raise KeyError
+    assert not job.running
+    assert not processes_of_our_labs()
+
+
+def test_any_distributed_script_runs_unchanged(tmp_path: Path) -> None:
+    script = tmp_path / "user.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))\n"
+        "model(torch.full((4, 100), float(dist.get_rank()))).sum().backward()\n"
+        "print('grad', model.module.weight.grad.sum().item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    with Lab(2, bandwidth="100mbit") as lab:
+        assert lab.run([str(script)], timeout=60).returncodes == (0, 0)
+        assert lab.job is not None
+        assert [rank.output for rank in lab.job.ranks] == [["grad 20000.0"]] * 2
+        assert min(min(pair) for pair in lab.bytes()) > 40_000
+
+
+def test_without_a_network_the_rest_is_the_same() -> None:
+    with Lab(2, 2, network=False, faults=[Kill(1, 0.0)]) as lab:
+        job = lab.start(PAUSE)
+        assert job.ranks[1].wait(timeout=10) == -signal.SIGKILL
+        assert len(job.running) == 3
+        with pytest.raises(LabError, match="no network"):
+            lab.bytes()
+    with pytest.raises(LabError, match="without a network"):
+        Lab(2, network=False, bandwidth="1mbit")
+
+
+def test_torchrun_starts_the_ranks_of_every_node() -> None:
+    code = (
+        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], 'on', os.environ['GROUP_RANK'])"
+    )
+    with Lab(2, 1, launcher="torchrun") as lab:
+        assert lab.run([sys.executable, "-c", code], timeout=60).returncodes == (0, 0)
+        assert lab.job is not None
+        assert [rank.output[-1] for rank in lab.job.ranks] == ["rank 0 of 2 on 0", "rank 1 of 2 on 1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"faults": [Kill(2, 1.0)]}, "no rank 2; the ranks are 0 to 1"),
+        ({"slow": {5: 2.0}}, "no rank 5"),
+        ({"links": {(0, 2): "1mbit"}}, "no node 2; the nodes are 0 to 1"),
+        ({"faults": [Partition((frozenset({7}),), 1.0, 1.0)]}, "no node 7"),
+        ({"bandwidth": "fast"}, "500mbit"),
+        ({"launcher": "slurm"}, "one of loosestep, torchrun"),
+        ({"launcher": "torchrun", "faults": [Kill(0, 1.0)]}, "torchrun owns its ranks"),
+        ({"ranks_per_node": 200}, "400 ranks on one machine"),
+    ],
+)
+def test_what_does_not_exist_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Lab(2, **options)  # type: ignore[arg-type]
+
+
+def test_one_job_at_a_time() -> None:
+    with Lab(1) as lab:
+        lab.start(PAUSE)
+        with pytest.raises(LabError, match="running a job"):
+            lab.start(PAUSE)
