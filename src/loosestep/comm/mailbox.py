@@ -1,0 +1,348 @@
+"""The mailbox: peer-to-peer averaging of models in the background, on ZeroMQ.
+
+    mailbox = Mailbox(store, rank, world=[0, 1, 2, 3], params=tensors, layout=digest, run_id="run-7")
+    pending = mailbox.exchange(peer, 0.5)      # never blocks: the shadows of both ranks are averaged in the background
+    fold = mailbox.boundary(params)            # after the optimizer's step: what has landed is added to the parameters
+    mean = mailbox.consensus()                 # flat mean of the live shadows, nobody stops for it
+    mailbox.finish(params)                     # identical parameters on every live rank
+    mailbox.close()
+
+`world` lists the ranks that gossip with each other, so a mailbox may serve one lane of a cluster and `params` may be one
+shard of the model. Addresses are exchanged through the store once; afterwards it is not used. See `edge.py` for why the
+mean never moves, `shadow.py` for the step boundary, `ending.py` for the end, `members.py` for who counts as there.
+
+Events through `emit(kind, **fields)`, from the communication thread: peer_suspended, peer_resumed, peer_no_progress,
+peer_left, peer_dead (once; with the deltas in doubt), frame_refused (once per reason and source).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loosestep.comm.address import bind_host, is_loopback, port_range
+from loosestep.comm.courier import Courier, Pending, Timing
+from loosestep.comm.members import GONE, State
+from loosestep.comm.shadow import Fold, Shadow
+from loosestep.comm.transport import Curve, Transport
+from loosestep.comm.wire import HEADER_BYTES, Header, Wire, curve_pair, derive, key_bytes
+
+Array = NDArray[Any]
+
+CHUNK_BYTES = 1 << 20
+LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
+FOLD_SHARE = 0.05  # folding may take this share of the time; a larger model folds less often than every step
+
+
+class Store(Protocol):
+    """What a mailbox needs of a torch.distributed store."""
+
+    def set(self, key: str, value: str) -> Any: ...
+    def get(self, key: str) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> Any: ...
+
+
+class Mailbox:
+    """One rank's end of the gossip. Every method is called by the compute thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        *,
+        world: Sequence[int],
+        params: Sequence[torch.Tensor],
+        layout: bytes,
+        run_id: str = "run",
+        generation: int = 0,
+        key: bytes | str | None = None,
+        encrypt: bool = False,
+        deadline: float = 60.0,
+        emit: Callable[..., None] = lambda kind, **fields: None,
+        timing: Timing | None = None,
+        lose: Callable[[Header], bool] | None = None,
+        allocate: Callable[..., Array] = np.empty,
+    ) -> None:
+        if rank not in world or len(set(world)) != len(world):
+            raise ValueError(f"rank {rank} must be in world, each rank once; got world={list(world)}")
+        secret = key_bytes(key if key is not None else os.environ.get("LOOSESTEP_KEY") or None)
+        if encrypt and secret is None:
+            raise ValueError(
+                "encrypt=True needs a run key: pass key= or set LOOSESTEP_KEY to the same secret on every rank"
+            )
+        host = bind_host()
+        require_key(host, secret)
+        peers = [peer for peer in world if peer != rank]
+        chunk_bytes, window = in_flight(sum(p.numel() * max(4, p.element_size()) for p in params), len(peers))
+        self.rank, self.world = rank, tuple(world)
+        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, allocate=allocate)
+        session = secrets.token_hex(8)
+        largest = self._shadow.largest_chunk_bytes
+        wire = Wire(
+            rank, list(world), run_id=run_id, layout=layout, generation=generation, largest_body=largest, key=secret,
+            session=session,
+        )  # fmt: skip
+        curve = _curve(secret, run_id, rank, peers) if encrypt and secret is not None else None
+        transport = Transport(
+            host, port_range(), largest=HEADER_BYTES + largest, queue=2 * window + 16, curve=curve
+        )  # fmt: skip
+        try:
+            directory = _Directory(store, f"loosestep/mailbox/{run_id}/{generation}", secret, deadline)
+            card = {"address": transport.address, "layout": layout.hex(), "session": session, "encrypt": encrypt}
+            directory.publish(rank, card)
+            for peer in peers:
+                theirs = directory.read(peer, card)
+                require_key(theirs["address"][0], secret)
+                wire.meet(peer, theirs["session"])
+                transport.connect(peer, (theirs["address"][0], theirs["address"][1]))
+        except BaseException:
+            transport.close()
+            raise
+        beat = max(0.25, 0.03 * len(peers))
+        self._courier = Courier(
+            rank, self._shadow, wire=wire, transport=transport, peers=peers, window=window, emit=emit, lose=lose,
+            timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
+        )  # fmt: skip
+        self._exchanges: dict[int, Pending] = {}
+        self._folds, self._fold_seconds, self._fold_cost, self._folded_at = 0, 0.0, 0.0, 0.0
+        self._thread = threading.Thread(target=self._courier.run, name=f"loosestep-mailbox-{rank}", daemon=True)
+        self._thread.start()
+
+    # ---- training
+
+    def exchange(self, peer: int, weight: float = 0.5) -> Pending:
+        """Average the shadow with the peer's: both move by `weight` of their difference. Never blocks. While an exchange
+        with this peer is in flight, that one is returned; with a peer that is not there, one that is done already."""
+        self._check()
+        if peer not in self._courier.links:
+            raise ValueError(
+                f"rank {peer} is not a peer of rank {self.rank}; the peers are {sorted(self._courier.links)}"
+            )
+        if not 0 < weight <= 0.5:
+            raise ValueError(f"weight must be above 0 and at most 1/2, got {weight}")
+        flying = self._exchanges.get(peer)
+        if flying is not None and not flying.done():
+            return flying
+        pending = self._exchanges[peer] = Pending()
+        self._do(lambda: self._courier.exchange(peer, weight, pending))
+        return pending
+
+    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False) -> Fold:
+        """A step was made: y += u; x <- y. Skipped while folding would take more than its share of the time."""
+        self._check()
+        now = time.monotonic()
+        self._courier.progress += 1
+        self._courier.stepped = now
+        if not force and now - self._folded_at < self._fold_cost / FOLD_SHARE:
+            return Fold(skipped=True)
+        fold = self._shadow.boundary(params)
+        self._folded_at = now
+        self._fold_cost = fold.seconds if not self._folds else 0.8 * self._fold_cost + 0.2 * fold.seconds
+        self._folds += 1
+        self._fold_seconds += fold.seconds
+        return fold
+
+    def lockstep_round(self, number: int, neighbours: dict[int, float], timeout: float = 60.0) -> None:
+        """y <- y + sum_j w_j (y_j - y), all values taken from the start of this round on every rank. Blocks. The result
+        is in the shadow: fold it with `boundary(params, force=True)`."""
+        pending = Pending()
+        self._do(lambda: self._courier.lockstep(number, neighbours, pending))
+        self._wait(pending, timeout, f"lockstep round {number} with ranks {sorted(neighbours)}")
+
+    # ---- who is there
+
+    def alive(self) -> set[int]:
+        return self._courier.members.alive()
+
+    def suspended(self) -> set[int]:
+        return self._courier.members.ranks(State.SUSPENDED)
+
+    def dead(self) -> set[int]:
+        """Peers that are gone: killed, evicted, quarantined or left."""
+        return self._courier.members.ranks(*GONE)
+
+    @property
+    def steps(self) -> int:
+        """This rank's progress counter: steps made. Set it when a run resumes."""
+        return self._courier.progress
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._courier.progress = count
+
+    @property
+    def global_steps(self) -> int:
+        """Steps of all ranks, as last heard; those of a dead rank stay."""
+        return self._courier.progress + self._courier.members.progress()
+
+    @property
+    def consensus_distance(self) -> float:
+        """Estimate of the root mean square distance to the mean, from the differences exchanges saw: for a random
+        pair, E|y_i - y_j|^2 = 2 n/(n-1) E|y_i - mean|^2."""
+        squares = [link.edge.square for link in self._courier.links.values() if link.edge.applied]
+        n = len(squares) + 1
+        return (sum(squares) / len(squares) * (n - 1) / (2 * n)) ** 0.5 if squares else 0.0
+
+    # ---- the average model
+
+    def consensus(self, timeout: float = 60.0) -> Array:
+        """The flat mean of all live shadows. The peers go on; a peer that dies meanwhile is left out."""
+        out, pending = np.empty(self._shadow.size, dtype=self._shadow.dtype), Pending()
+        self._do(lambda: self._courier.consensus(out, pending))
+        self._wait(pending, timeout, "the consensus")
+        return out
+
+    def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
+        """Wait until every live rank has finished too, answering meanwhile; then all hold the same parameters, the mean
+        of the live shadows."""
+        self._check()
+        self._shadow.boundary(params)
+        courier = self._courier
+        self._do(lambda: setattr(courier.ending, "done", True))
+        self._wait(courier.ended, timeout, "the end of the run")
+        if courier.evicted_by and not courier.members.present():
+            raise ConnectionError(
+                f"rank {self.rank} was silent too long and evicted by ranks {sorted(courier.evicted_by)}: its model is not "
+                "part of their result. Raise deadline= if it may pause for so long"
+            )
+        assert courier.ending.result is not None
+        self._shadow.assign(params, courier.ending.result)
+
+    # ---- costs
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """bytes_sent, exchanges (begun here, completed), chunks (landed in the shadow), folds, fold_seconds, cpu_seconds of
+        the communication thread, rejected frames by reason, ..."""
+        counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "bytes_received", "exchanges", "chunks", "repeated"), 0)
+        counted.update(self._courier.counters)
+        counted.update(folds=self._folds, fold_seconds=self._fold_seconds, rejected=dict(self._courier.rejected))
+        counted.update(cpu_seconds=self._courier.cpu_seconds, io_cpu_seconds=io_cpu_seconds())
+        return counted
+
+    def cpu_seconds(self) -> float:
+        """Everything gossip has cost this process: communication thread, ZeroMQ's thread and folding."""
+        return self._courier.cpu_seconds + io_cpu_seconds() + self._fold_seconds
+
+    def close(self) -> None:
+        """Say goodbye and let go of the thread and every socket."""
+        if self._thread.is_alive():
+            self._do(lambda: setattr(self._courier, "stopping", True))
+        self._thread.join()
+
+    # ---- inside
+
+    def _do(self, command: Callable[[], None]) -> None:
+        self._check()
+        self._courier.commands.append(command)
+        self._courier.transport.wake()
+
+    def _check(self) -> None:
+        if self._courier.failure is not None:
+            raise ConnectionError(f"the communication thread of rank {self.rank} has failed") from self._courier.failure
+        if not self._thread.is_alive():
+            raise ConnectionError(f"the mailbox of rank {self.rank} is closed")
+
+    def _wait(self, pending: Pending, timeout: float | None, what: str) -> None:
+        if not pending.wait(timeout):
+            raise TimeoutError(
+                f"{what} took longer than {timeout:g} s; alive: {sorted(self.alive())}, suspended: "
+                f"{sorted(self.suspended())}, dead: {sorted(self.dead())}"
+            )
+        if pending.outcome == "dropped":
+            self._check()
+            raise ConnectionError(f"{what} was interrupted")
+
+
+def require_key(host: str, key: bytes | None) -> None:
+    """Nothing unauthenticated leaves the machine."""
+    if key is None and not is_loopback(host):
+        raise ValueError(
+            f"{host} is not a loopback address, so gossip needs a run key: pass key= or set LOOSESTEP_KEY to the same "
+            "secret (at least 16 bytes) on every rank"
+        )
+
+
+def in_flight(model_bytes: int, peers: int) -> tuple[int, int]:
+    """(bytes of a chunk, chunks in flight per edge). Per edge at most `window` values pend, as many are cached and twice
+    as many are queued; over all edges together no more than two models, so with the shadow four copies in all."""
+    memory = max(2 * model_bytes, LEAST_MEMORY)
+    per_edge = memory // (4 * max(1, peers))
+    chunk = max(4096, min(CHUNK_BYTES, per_edge)) // 8 * 8
+    return chunk, max(1, min(8, per_edge // chunk))
+
+
+def io_cpu_seconds() -> float:
+    """CPU time of ZeroMQ's own threads in this process (Linux; 0 elsewhere)."""
+    total = 0.0
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            name, stat = (task / "comm").read_text(), (task / "stat").read_text()
+        except OSError:
+            continue  # a thread that has just ended
+        if name.startswith("ZMQbg/IO"):
+            user, system = stat.rpartition(")")[2].split()[11:13]
+            total += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def _curve(key: bytes, run_id: str, rank: int, peers: list[int]) -> Curve:
+    public, secret = curve_pair(key, run_id, rank)
+    return Curve(public, secret, {peer: curve_pair(key, run_id, peer)[0] for peer in peers})
+
+
+class _Directory:
+    """Cards in the store: address, layout, session. With a key each card carries a proof, without one it must not."""
+
+    def __init__(self, store: Store, prefix: str, key: bytes | None, deadline: float) -> None:
+        self._store, self._prefix, self._key, self._deadline = store, prefix, key, deadline
+
+    def publish(self, rank: int, card: dict[str, Any]) -> None:
+        text = json.dumps(card)
+        self._store.set(f"{self._prefix}/{rank}", json.dumps({"card": text, "proof": self._proof(rank, text)}))
+
+    def _proof(self, rank: int, text: str) -> str:
+        return derive(self._key, "card", self._prefix, rank, text).hex() if self._key is not None else ""
+
+    def read(self, peer: int, mine: dict[str, Any]) -> dict[str, Any]:
+        name = f"{self._prefix}/{peer}"
+        try:
+            self._store.wait([name], timedelta(seconds=self._deadline))
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"rank {peer} has not published its address within {self._deadline:g} s: did it start?"
+            ) from error
+        entry = json.loads(self._store.get(name))
+        if entry["proof"] != self._proof(peer, entry["card"]):
+            had = (
+                "a wrong run key"
+                if entry["proof"] and self._key
+                else "no run key"
+                if self._key
+                else "a run key, this one has none"
+            )
+            raise ConnectionError(
+                f"rank {peer} has {had}: set LOOSESTEP_KEY (or key=) to the same secret on every rank"
+            )
+        card: dict[str, Any] = json.loads(entry["card"])
+        if card["layout"] != mine["layout"]:
+            raise ValueError(
+                f"rank {peer} trains another model (layout {card['layout'][:12]}, here {mine['layout'][:12]}): the parameters "
+                "must have the same names, shapes, dtypes and order on every rank"
+            )
+        if card["encrypt"] != mine["encrypt"]:
+            raise ValueError(
+                f"rank {peer} has encrypt={card['encrypt']}, this rank {mine['encrypt']}: use the same on every rank"
+            )
+        return card

@@ -1,0 +1,284 @@
+"""The shadow: the communication side's copy of the model, which exchanges average at once.
+
+    base   the parameters x at the last step boundary
+    delta  what exchanges have added since                     y = base + delta
+    exchange (communication thread):   delta += w (v - a)      a = y when the pair was formed, v = the peer's y
+    boundary (compute thread):         x += delta;  base = x;  delta = 0
+
+With u the local update since the last boundary, x = base + u, so a boundary is y <- y + u; x <- y. Each happens under
+the lock, chunk by chunk, so a learner that is averaged ten times during one step moves once per disagreement and
+never overshoots. `delta` is not zeroed: a chunk that is not dirty is overwritten by the next exchange.
+
+Parameters of lower precision than the shadow (bfloat16) keep what rounding cut off in `delta`: the mean stays exact.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loosestep.comm.edge import Moved, NotFiniteError
+from loosestep.comm.wire import HEADER_BYTES
+
+Array = NDArray[Any]
+
+SAMPLE_STRIDE = 16  # every 16th number of a difference is enough for the consensus distance
+
+
+@dataclass(slots=True)
+class Buffer:
+    """A chunk's value behind room for its header: sent as it is, and never changed while an edge refers to it."""
+
+    frame: memoryview
+    value: Array
+
+
+@dataclass(slots=True)
+class Fold:
+    """What a step boundary did. `staleness_*` count the steps between the snapshot of an exchange and its fold."""
+
+    chunks: int = 0  # chunk exchanges that landed
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    seconds: float = 0.0
+    skipped: bool = False  # folding would have cost too large a share of the time: it comes with a later step
+
+
+@dataclass(slots=True)
+class _Chunk:
+    start: int
+    stop: int
+    segments: list[tuple[int, int, int, int]]  # tensor, start in it, stop in it, start in the flat vector
+    dirty: bool = False
+    snapshots: list[int] = field(default_factory=list)  # boundaries at which the landed exchanges were snapshot
+
+
+class Shadow:
+    """One flat vector over a list of tensors, in chunks."""
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], *, chunk_bytes: int = 1 << 20, allocate: Callable[..., Array] = np.empty
+    ) -> None:
+        if not params:
+            raise ValueError("a shadow needs at least one parameter, got none")
+        wide = any(p.dtype == torch.float64 for p in params)
+        self.dtype: np.dtype[Any] = np.dtype("<f8" if wide else "<f4")
+        self.sizes = [p.numel() for p in params]
+        self.size = sum(self.sizes)
+        self.lock = threading.Lock()
+        self.boundaries = 0
+        self._base = allocate(self.size, dtype=self.dtype)
+        self._delta = allocate(self.size, dtype=self.dtype)
+        per_chunk = max(1, chunk_bytes // self.dtype.itemsize)
+        self._chunks = _cut(self.sizes, per_chunk)
+        self._difference = np.empty(min(per_chunk, self.size), dtype=self.dtype)
+        self._free: list[Buffer] = []
+        self._whole = min(per_chunk, self.size) * self.dtype.itemsize
+        self._rounds = any(torch.empty(0, dtype=p.dtype).element_size() < self.dtype.itemsize for p in params)
+        self._views = _Views(self._chunks, torch.from_numpy(self._base), torch.from_numpy(self._delta))
+        with self.lock:
+            self._views.of(params).adopt_all()
+
+    @property
+    def chunks(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def largest_chunk_bytes(self) -> int:
+        return self._whole
+
+    def length(self, chunk: int) -> int:
+        return self._chunks[chunk].stop - self._chunks[chunk].start
+
+    def read(self, chunk: int) -> Buffer:
+        """A copy of y[chunk]."""
+        part = self._chunks[chunk]
+        buffer = self._take(part.stop - part.start)
+        with self.lock:
+            self._into(part, buffer.value)
+        return buffer
+
+    def read_into(self, chunk: int, out: Array) -> None:
+        """out[chunk] <- y[chunk] in a flat vector."""
+        part = self._chunks[chunk]
+        with self.lock:
+            self._into(part, out[part.start : part.stop])
+
+    def store(self, chunk: int, value: Array, out: Array) -> None:
+        """out[chunk] <- value in a flat vector."""
+        part = self._chunks[chunk]
+        out[part.start : part.stop] = value
+
+    def slice(self, chunk: int, flat: Array) -> Array:
+        part = self._chunks[chunk]
+        return flat[part.start : part.stop]
+
+    def _into(self, part: _Chunk, out: Array) -> None:
+        span = slice(part.start, part.stop)
+        if part.dirty:
+            np.add(self._base[span], self._delta[span], out=out)
+        else:
+            np.copyto(out, self._base[span])
+
+    def move(self, chunk: int, weight: float, *, mine: Array, theirs: Array, snapshot: int) -> Moved:
+        """delta[chunk] += weight (theirs - mine); refused as a whole when `theirs` is not finite."""
+        part = self._chunks[chunk]
+        difference = self._difference[: part.stop - part.start]
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.subtract(theirs, mine, out=difference)
+            total = float(difference.sum())
+            # A finite sum proves every number finite; one that is not may be an overflow, so look again.
+            if not math.isfinite(total) and not np.isfinite(theirs).all():
+                raise NotFiniteError(f"chunk {chunk} holds NaN or Inf")
+            sample = difference[::SAMPLE_STRIDE]
+            square = float(np.einsum("i,i->", sample, sample)) / max(1, len(sample))
+            difference *= weight
+        with self.lock:
+            self._add(part, difference)
+            part.snapshots.append(snapshot)
+        return Moved(weight * total, square)
+
+    def _add(self, part: _Chunk, amount: Array) -> None:
+        target = self._delta[part.start : part.stop]
+        if part.dirty:
+            target += amount
+        else:
+            target[:] = amount  # the first write since the boundary: no need to zero before
+            part.dirty = True
+
+    def boundary(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u;  x <- y, chunk by chunk, each under the lock."""
+        begun = time.perf_counter()
+        views = self._views.of(params)
+        fold, total = Fold(), 0
+        for index, part in enumerate(self._chunks):
+            with self.lock:
+                if part.dirty:
+                    views.fold(index)
+                    part.dirty = self._rounds
+                else:
+                    views.adopt(index)
+                landed, part.snapshots = part.snapshots, []
+            if landed:
+                ages = [self.boundaries + 1 - snapshot for snapshot in landed]
+                fold.chunks += len(ages)
+                fold.staleness_max = max(fold.staleness_max, max(ages))
+                total += sum(ages)
+        views.write_back(params)
+        self.boundaries += 1
+        fold.staleness_mean = total / fold.chunks if fold.chunks else 0.0
+        fold.seconds = time.perf_counter() - begun
+        return fold
+
+    def assign(self, params: Sequence[torch.Tensor], flat: Array) -> None:
+        """x <- flat and y <- flat: the parameters and the shadow become this vector."""
+        with self.lock:
+            np.copyto(self._base, flat)
+            for part in self._chunks:
+                part.dirty, part.snapshots = False, []
+        unflatten(flat, params)
+
+    def flat(self) -> Array:
+        """A copy of y."""
+        out = np.empty(self.size, dtype=self.dtype)
+        for chunk in range(self.chunks):
+            self.read_into(chunk, out)
+        return out
+
+    def _take(self, length: int) -> Buffer:
+        if length * self.dtype.itemsize == self._whole and self._free:
+            return self._free.pop()
+        raw = np.empty(HEADER_BYTES + length * self.dtype.itemsize, dtype=np.uint8)
+        return Buffer(raw.data, raw[HEADER_BYTES:].view(self.dtype))
+
+    def buffer(self, chunk: int, value: Array) -> Buffer:
+        """A copy of a value, ready to be sent."""
+        buffer = self._take(self.length(chunk))
+        np.copyto(buffer.value, value)
+        return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back that no edge refers to any more."""
+        if buffer.value.nbytes == self._whole and len(self._free) < 4:
+            self._free.append(buffer)
+
+
+class _Views:
+    """Views of the parameters, the base and the delta, chunk by chunk, made again only when a tensor has moved."""
+
+    def __init__(self, chunks: list[_Chunk], base: torch.Tensor, delta: torch.Tensor) -> None:
+        self._chunks = chunks
+        self._bases = [_flat_views(part, base) for part in chunks]
+        self._deltas = [_flat_views(part, delta) for part in chunks]
+        self._xs: list[list[torch.Tensor]] = []
+        self._key: tuple[int, ...] = ()
+        self._copies: list[tuple[int, torch.Tensor]] = []
+
+    def of(self, params: Sequence[torch.Tensor]) -> _Views:
+        key = tuple(p.data_ptr() for p in params)
+        strided = not all(p.is_contiguous() for p in params)
+        if key == self._key and not strided:
+            return self
+        flats = [p.detach().reshape(-1) for p in params]
+        self._copies = [(i, flats[i]) for i, p in enumerate(params) if not p.is_contiguous()]
+        self._xs = [[flats[t][a:b] for t, a, b, _ in part.segments] for part in self._chunks]
+        self._key = key
+        return self
+
+    def adopt(self, chunk: int) -> None:
+        torch._foreach_copy_(self._bases[chunk], self._xs[chunk])
+
+    def adopt_all(self) -> None:
+        for chunk in range(len(self._chunks)):
+            self.adopt(chunk)
+
+    def fold(self, chunk: int) -> None:
+        xs, bases, deltas = self._xs[chunk], self._bases[chunk], self._deltas[chunk]
+        if all(x.dtype == base.dtype and x.device == base.device for x, base in zip(xs, bases, strict=True)):
+            torch._foreach_add_(xs, deltas)
+            torch._foreach_copy_(bases, xs)
+            return
+        for x, base, delta in zip(xs, bases, deltas, strict=True):
+            exact = x.to(base) + delta
+            x.copy_(exact)
+            base.copy_(x)
+            torch.sub(exact, base, out=delta)  # what rounding cut off stays for the next fold
+
+    def write_back(self, params: Sequence[torch.Tensor]) -> None:
+        for index, flat in self._copies:
+            params[index].detach().copy_(flat.view(params[index].shape))
+
+
+def _flat_views(part: _Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
+    return [flat[start : start + b - a] for _, a, b, start in part.segments]
+
+
+def _cut(sizes: list[int], per_chunk: int) -> list[_Chunk]:
+    total = sum(sizes)
+    chunks = [_Chunk(start, min(start + per_chunk, total), []) for start in range(0, total, per_chunk)]
+    offset = 0
+    for tensor, size in enumerate(sizes):
+        position = 0
+        while position < size:
+            part = chunks[(offset + position) // per_chunk]
+            length = min(size - position, part.stop - offset - position)
+            part.segments.append((tensor, position, position + length, offset + position))
+            position += length
+        offset += size
+    return chunks
+
+
+def unflatten(flat: Array, params: Sequence[torch.Tensor]) -> None:
+    """Write a flat vector into tensors."""
+    source, offset = torch.from_numpy(flat), 0
+    for p in params:
+        p.detach().copy_(source[offset : offset + p.numel()].view(p.shape))
+        offset += p.numel()

@@ -1,0 +1,243 @@
+"""The sockets of a mailbox, behind one small class so that they can be changed.
+
+Every rank binds one PULL socket and connects one PUSH socket to every peer, so a stranger can neither take a peer's
+route nor fill its queue. A frame is one message; sending copies it once into ZeroMQ (measured: zero-copy sends cost the
+same, and need another Python thread), receiving does not copy. A full queue loses the frame: whoever needs an answer
+asks again. When a connection closes, the peer's port is tried: refused three times in a row means the process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+_PROBE_EVERY = 0.04
+_REFUSALS = 3
+_CURVE_OVERHEAD = 256  # an encrypted message is a little larger than its frame
+_PEER_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
+_OWN_EVENTS = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(slots=True)
+class Curve:
+    """The CURVE keys of one rank: its own pair, and the public keys of its peers."""
+
+    public: bytes
+    secret: bytes
+    peers: dict[int, bytes]
+
+
+@dataclass(slots=True)
+class News:
+    """What a wait brought, apart from frames."""
+
+    connected: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
+    strangers: int = 0  # connections that failed their handshake
+
+
+@dataclass(slots=True)
+class _Probe:
+    due: float
+    refusals: int = 0
+    socket: socket.socket | None = None
+
+
+class Transport:
+    """Frames in, frames out, and who has gone."""
+
+    def __init__(self, host: str, ports: range | None, *, largest: int, queue: int, curve: Curve | None = None) -> None:
+        self._context = zmq.Context()
+        self._largest, self._queue, self._curve = largest, queue, curve
+        self._peers: dict[int, zmq.Socket[bytes]] = {}
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._monitors: dict[zmq.Socket[bytes], int] = {}
+        self._probes: dict[int, _Probe] = {}
+        self._poller = zmq.Poller()
+        self._own_monitor: zmq.Socket[bytes] | None = None
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._pull = self._socket(zmq.PULL)
+        if curve is not None:
+            self._pull.curve_server = True
+            self._pull.curve_secretkey = curve.secret
+        self._pull.ipv6 = ":" in host
+        try:
+            self.address = (host, self._bind(host, ports))
+        except BaseException:
+            self.close()
+            raise
+        self._own_monitor = self._pull.get_monitor_socket(_OWN_EVENTS)
+        self._poller.register(self._pull, zmq.POLLIN)
+        self._poller.register(self._own_monitor, zmq.POLLIN)
+        self._poller.register(self._wake_in, zmq.POLLIN)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.linger = 0
+        made.sndhwm = made.rcvhwm = self._queue
+        made.maxmsgsize = self._largest + _CURVE_OVERHEAD
+        made.handshake_ivl = 5000
+        made.reconnect_ivl = 50
+        made.reconnect_ivl_max = 1000
+        return made
+
+    def _bind(self, host: str, ports: range | None) -> int:
+        name = f"[{host}]" if ":" in host else host
+        for port in ports or [0]:
+            try:
+                self._pull.bind(f"tcp://{name}:{port or '*'}")
+            except zmq.ZMQError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise OSError(error.errno, f"cannot listen on {host}: {error}") from error
+            return int(bytes(self._pull.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").rpartition(b":")[2])
+        tried = f"{ports[0]}-{ports[-1]}" if ports else "any port"
+        raise OSError(
+            errno.EADDRINUSE, f"port in use: none of {tried} on {host} is free; widen LOOSESTEP_PORT or unset it"
+        )
+
+    def connect(self, peer: int, address: tuple[str, int]) -> None:
+        push = self._socket(zmq.PUSH)
+        host, port = address
+        push.ipv6 = ":" in host
+        if self._curve is not None:
+            push.curve_publickey, push.curve_secretkey = self._curve.public, self._curve.secret
+            push.curve_serverkey = self._curve.peers[peer]
+        monitor = push.get_monitor_socket(_PEER_EVENTS)
+        self._monitors[monitor] = peer
+        self._poller.register(monitor, zmq.POLLIN)
+        self._peers[peer], self._addresses[peer] = push, address
+        push.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+
+    def send(self, peer: int, frame: bytearray | memoryview) -> bool:
+        """False when the peer's queue is full or it was forgotten."""
+        push = self._peers.get(peer)
+        if push is None:
+            return False
+        try:
+            push.send(frame, zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def wake(self) -> None:
+        """End the wait; from any thread."""
+        with contextlib.suppress(OSError):  # enough wake-ups are waiting already, or the thread has just ended
+            self._wake_out.send(b"!")
+
+    def wait(self, timeout: float) -> News:
+        """Sleep until something happens or `timeout` seconds have passed."""
+        news = News()
+        due = min((probe.due for probe in self._probes.values()), default=None)
+        if due is not None:
+            timeout = min(timeout, due - time.monotonic())
+        for ready, _ in self._poller.poll(max(0, int(timeout * 1000) + 1)):
+            if ready is self._own_monitor and self._own_monitor is not None:
+                recv_monitor_message(self._own_monitor)
+                news.strangers += 1
+            elif ready in self._monitors:
+                self._watch(self._monitors[ready], recv_monitor_message(ready), news)
+            elif ready == self._wake_in.fileno():
+                self._wake_in.recv(4096)
+        self._probe(news)
+        return news
+
+    def frames(self, most: int = 64) -> Iterator[memoryview]:
+        """The frames that have come, without waiting. One of several parts is none of ours and comes empty."""
+        for _ in range(most):
+            try:
+                frame = self._pull.recv(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            several = frame.more
+            while frame.more:
+                frame = self._pull.recv(copy=False)
+            yield memoryview(b"") if several else frame.buffer
+
+    def _watch(self, peer: int, event: Any, news: News) -> None:
+        if event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self._end_probe(peer)
+            news.connected.add(peer)
+        elif peer not in self._probes:
+            self._probes[peer] = _Probe(time.monotonic())
+
+    def _probe(self, news: News) -> None:
+        now = time.monotonic()
+        for peer, probe in list(self._probes.items()):
+            if now < probe.due:
+                continue
+            outcome: int | None
+            if probe.socket is None:
+                outcome = self._knock(peer, probe)
+            else:
+                outcome = (
+                    probe.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if _writable(probe.socket) else None
+                )
+            if outcome in (None, errno.EINPROGRESS):
+                probe.due = now + (_PROBE_EVERY if outcome else 0.25)
+                continue
+            self._hang_up(probe)
+            probe.refusals = probe.refusals + 1 if outcome == errno.ECONNREFUSED else 0
+            probe.due = now + (_PROBE_EVERY if probe.refusals else 0.5)
+            if probe.refusals >= _REFUSALS:
+                news.dead.add(peer)
+                self._end_probe(peer)
+
+    def _knock(self, peer: int, probe: _Probe) -> int:
+        host, port = self._addresses[peer]
+        probe.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        probe.socket.setblocking(False)
+        return probe.socket.connect_ex((host, port))
+
+    def _hang_up(self, probe: _Probe) -> None:
+        if probe.socket is not None:
+            probe.socket.close()
+            probe.socket = None
+
+    def _end_probe(self, peer: int) -> None:
+        probe = self._probes.pop(peer, None)
+        if probe is not None:
+            self._hang_up(probe)
+
+    def forget(self, peer: int, *, linger: float = 0.0) -> None:
+        """Close the connection to a peer."""
+        self._end_probe(peer)
+        push = self._peers.pop(peer, None)
+        if push is None:
+            return
+        push.disable_monitor()
+        for monitor in [m for m, watched in self._monitors.items() if watched == peer]:
+            self._poller.unregister(monitor)
+            del self._monitors[monitor]
+            monitor.close(linger=0)
+        push.close(linger=int(linger * 1000))
+
+    def close(self, *, linger: float = 0.0) -> None:
+        """Send what is queued for at most `linger` seconds, then let everything go."""
+        for peer in list(self._peers):
+            self.forget(peer, linger=linger)
+        if self._own_monitor is not None:
+            self._pull.disable_monitor()
+            self._own_monitor.close(linger=0)
+        self._pull.close(linger=0)
+        self._wake_in.close()
+        self._wake_out.close()
+        self._context.term()
+
+
+def _writable(probe: socket.socket) -> bool:
+    poller = zmq.Poller()
+    poller.register(probe, zmq.POLLOUT)
+    return bool(poller.poll(0))
