@@ -1,7 +1,8 @@
 """Speech synthesis by espeak-ng, in a process of its own: `python espeak.py < jobs.json > speech`.
 
-The library keeps hidden state: the same text sounds a little different the second time. A fresh process that is given
-the same jobs in the same order gives the same samples, always. It imports nothing of loosestep, so it starts quickly.
+The library keeps hidden state: the same text sounds a little different the second time. A fresh process with a fixed
+seed that is given the same jobs in the same order gives the same samples. It imports nothing of loosestep, so that it
+starts quickly.
 
 In:   a JSON list of [text, voice, words per minute, pitch]
 Out:  the rate (4 bytes, little endian); then for each job the number of samples, the samples (int16),
@@ -14,6 +15,7 @@ import ctypes
 import json
 import struct
 import sys
+from pathlib import Path
 from typing import Any
 
 _RETRIEVAL, _PHONEME_EVENTS, _DO_NOT_EXIT = 2, 0x0001, 0x8000
@@ -53,6 +55,9 @@ class Synthesiser:
         self.rate = int(self._library.espeak_Initialize(_RETRIEVAL, 0, data, _PHONEME_EVENTS | _DO_NOT_EXIT))
         if self.rate <= 0:
             raise RuntimeError(f"espeak-ng could not be initialised with its data at {data.decode()}")
+        self._variants = Path(data.decode()) / "voices" / "!v"
+        self._library.espeak_ng_SetRandSeed.argtypes = [ctypes.c_long]
+        self._library.espeak_ng_SetRandSeed(1)  # otherwise the time of day
         self._samples: list[bytes] = []
         self._phonemes: list[tuple[int, str]] = []
         self._callback = _Callback(self._collect)  # kept: ctypes does not
@@ -65,6 +70,9 @@ class Synthesiser:
     def say(self, text: str, voice: str, speed: int, pitch: int) -> tuple[bytes, list[tuple[int, str]]]:
         self._samples.clear()
         self._phonemes.clear()
+        _, plus, variant = voice.partition("+")
+        if plus and not (self._variants / variant).is_file():  # espeak-ng would quietly speak without it
+            raise RuntimeError(f"espeak-ng: there is no voice {voice}")
         self._check(self._library.espeak_SetVoiceByName(voice.encode()), f"there is no voice {voice}")
         self._library.espeak_SetParameter(_RATE, speed, 0)
         self._library.espeak_SetParameter(_PITCH, pitch, 0)

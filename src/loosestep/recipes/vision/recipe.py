@@ -57,7 +57,7 @@ class VisionOptions:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "digits": {"width": 0.5, "crop": 1, "flip": False, "lr": 0.05, "epochs": 10.0},
+    "digits": {"width": 0.5, "crop": 0, "flip": False, "lr": 0.1, "epochs": 10.0},
     "small": {},
     "paper": {"model": "resnet50", "norm": "batch", "size": 224, "crop": 16, "batch": 64, "epochs": 90.0},
 }
