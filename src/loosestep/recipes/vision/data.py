@@ -97,7 +97,9 @@ def read_images(path: Path, *, size: int, cache: Path, progress: Progress = no_p
 
 def _read_npz(path: Path) -> tuple[_Encoded, tuple[str, ...]]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, zipfile.ZipFile(stream):  # opened here: numpy leaves a damaged file open
+            stream.seek(0)
+            file = np.load(stream, allow_pickle=False)
             jpeg, offsets, labels, classes = (file[key] for key in ("jpeg", "offsets", "labels", "classes"))
     except OSError as problem:
         raise RecipeError(f"{path} cannot be read: {problem.strerror or problem}") from problem
