@@ -68,9 +68,10 @@ class Training:
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
+        rate = self.lr if lr is None else lr
         if self.optimizer == "sgd":
-            return torch.optim.SGD(groups, lr=lr or self.lr, momentum=self.momentum)
-        return torch.optim.AdamW(groups, lr=lr or self.lr)
+            return torch.optim.SGD(groups, lr=rate, momentum=self.momentum)
+        return torch.optim.AdamW(groups, lr=rate)
 
 
 @dataclass(frozen=True)

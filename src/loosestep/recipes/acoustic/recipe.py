@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,15 +201,20 @@ class AcousticTask(Task[Batch]):
             return frame_loss(scores, batch.targets)
         return ctc_loss(scores, batch.lengths, batch.targets, batch.target_lengths)
 
-    @torch.no_grad()
-    def _answers(self, model: nn.Module, utterances: Sequence[Utterance], size: int = 32) -> list[tuple[Batch, Tensor]]:
-        """Batches with the model's scores, in the order of the utterances."""
+    def _answers(
+        self, model: nn.Module, utterances: Sequence[Utterance], size: int = 32
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """Batches with the model's scores, in the order of the utterances, one at a time (32,000 outputs are large)."""
         training = model.training
         model.eval()
-        batches = [self._batch(utterances[i : i + size], None) for i in range(0, len(utterances), size)]
-        answers = [(batch, model(batch.frames, batch.lengths)) for batch in batches]
-        model.train(training)
-        return answers
+        try:
+            for i in range(0, len(utterances), size):
+                batch = self._batch(utterances[i : i + size], None)
+                with torch.no_grad():
+                    scores = model(batch.frames, batch.lengths)
+                yield batch, scores
+        finally:
+            model.train(training)
 
     def _write(self, scores: Tensor, batch: Batch) -> list[str]:
         best = decode.greedy(scores[..., : len(self.units)], batch.lengths)
