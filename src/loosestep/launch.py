@@ -112,7 +112,7 @@ def host_store(listener: socket.socket) -> object:
 
     Bound by us, so the port is known before anyone asks for it, and nothing listens on any other address.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # late: the help needs no torch
+    from torch.distributed import TCPStore  # late: the help needs no torch
 
     address, port = listener.getsockname()[:2]
     return TCPStore(

@@ -33,8 +33,9 @@ def test_output_is_prefixed_arguments_pass_untouched_and_failures_are_named(tmp_
 def test_a_signal_ends_the_ranks_gently_and_leaves_nothing(number: signal.Signals) -> None:
     code = (
         "import os, signal\n"
-        "print('pid', os.getpid(), flush=True)\n"
-        "try: signal.pause()\n"
+        "try:\n"
+        "    print('pid', os.getpid(), flush=True)\n"
+        "    signal.pause()\n"
         "except KeyboardInterrupt: print('asked', flush=True)\n"
     )
     arguments = [*COMMAND, "launch", "--ranks-per-node", "2", sys.executable, "-c", code]

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,18 +115,21 @@ def test_the_kernels_links_cannot_damage_and_say_so() -> None:
         lab.flip_bytes("1%")
 
 
+def wait_for_silence(lab: Lab, node: int) -> None:
+    """Until nothing has reached the node for a while (what was queued on the way arrives first)."""
+    deadline = time.monotonic() + 10
+    before = -1
+    while (received := lab.bytes()[node][1]) != before:
+        assert time.monotonic() < deadline, f"node {node} still receives"
+        before = received
+        time.sleep(0.3)
+
+
 def test_a_partition_stops_traffic_and_healing_brings_it_back(endless: tuple[Lab, Job]) -> None:
     lab, job = endless
     lab.partition({0}, {1})
-    received = lab.bytes()[0][1]
-    # What was under way has landed once the sender sends a second time for want of an answer.
-    sent = lab.bytes()[1][0]
-    while lab.bytes()[1][0] == sent:
-        assert not job.ended(0.05)
-    before = lab.bytes()[0][1]
-    assert not job.ended(0.5)
-    assert lab.bytes()[0][1] - before < 5000
-    assert before >= received
+    wait_for_silence(lab, 0)
+    assert job.running == job.ranks
     lab.heal()
     wait_for_progress(job, progress(job))
 
@@ -133,9 +137,7 @@ def test_a_partition_stops_traffic_and_healing_brings_it_back(endless: tuple[Lab
 def test_a_one_way_drop_leaves_the_other_direction_open(endless: tuple[Lab, Job]) -> None:
     lab, job = endless
     lab.drop(0, 1)  # answers are lost; the data would still pass
-    received = lab.bytes()[1][1]
-    assert not job.ended(0.3)
-    assert lab.bytes()[1][1] - received < 5000
+    wait_for_silence(lab, 1)
     before = lab.bytes()[0][1]
     while lab.bytes()[0][1] == before:  # it sends again what nobody acknowledged, and that arrives
         assert not job.ended(0.05)
@@ -152,12 +154,15 @@ def test_nodes_outside_a_partition_go_on() -> None:
 def test_faults_come_at_their_times() -> None:
     faults = [Kill(0, 0.2), Stop(1, 0.1, 0.3), Partition((frozenset({0}),), 0.1, 0.1)]
     with Lab(2, faults=faults) as lab:
-        job = lab.start(PAUSE)
+        said: list[str] = []
+        job = lab.start(PAUSE, announce=said.append)
         assert job.ranks[0].wait(timeout=10) == -signal.SIGKILL
         assert 0.2 <= job.ranks[0].ended - job._begun < 2
         state = Path(f"/proc/{job.ranks[1].pid}/stat")
         while state.read_text().rpartition(")")[2].split()[0] != "S":  # stopped, and going on again
             assert not job.ended(0.02)
+    told = ["0.1 s: nodes 0 cut off", "0.1 s: rank 1 stopped", "0.2 s: network healed", "0.2 s: rank 0 killed"]
+    assert sorted(said[:4]) == told
 
 
 def test_a_slow_rank_gets_its_share_of_the_time_and_is_told() -> None:

@@ -78,7 +78,11 @@ def watch(emulated: Lab, command: list[str], timeout: float | None) -> int:
     from loosestep.lab.report import closing_table
 
     console = Console(stderr=True, highlight=False)
-    with emulated.start(command, output=Printer()) as job:
+
+    def announce(what: str) -> None:
+        console.print(f"[bold yellow]\\[lab][/] {what}")
+
+    with emulated.start(command, output=Printer(), announce=announce) as job:
         try:
             result = job.wait(timeout)
         except TimeoutError as error:

@@ -21,7 +21,7 @@ from types import TracebackType
 from loosestep import launch
 from loosestep._exec import add_hosts
 from loosestep.lab import grammar, torchrun
-from loosestep.lab.faults import Schedule, Slowdown
+from loosestep.lab.faults import Announce, Schedule, Slowdown
 from loosestep.lab.grammar import Fault, Partition
 from loosestep.lab.leftovers import MARK, new_mark
 from loosestep.lab.network import INTERFACE, Network
@@ -75,6 +75,7 @@ class Lab:
         self.faults = list(faults)
         self.launcher = launcher
         self.job: Job | None = None
+        self._attendants: list[Schedule | Slowdown] = []
         self._mark = new_mark()
         self._check(pairs)
         self.network: Network | None = None
@@ -101,9 +102,17 @@ class Lab:
             return job.wait(timeout)
 
     def start(
-        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, output: Output | None = None
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        output: Output | None = None,
+        announce: Announce | None = None,
     ) -> Job:
-        """Start SCRIPT ARGS (or any command) on every rank; the faults' clock starts too. One job at a time."""
+        """Start SCRIPT ARGS (or any command) on every rank; the faults' clock starts too. One job at a time.
+
+        `output(rank, line)` is called for every line, `announce(text)` for every fault that is carried out.
+        """
         if self.job is not None and self.job.running:
             raise LabError("this lab is running a job; wait for its end, stop it, or make another lab")
         command = launch.command_for(command[0], command[1:])
@@ -113,9 +122,8 @@ class Lab:
             places, store = self._places(command)
         places = [self._complete(place, env or {}) for place in places]
         self.job = Job(places, output=output, store=store)
-        Schedule(self.faults, self.job, self)
-        for rank, factor in self.slow.items():
-            Slowdown(self.job, rank, factor)
+        self._attendants = [Slowdown(self.job, rank, factor) for rank, factor in self.slow.items() if factor > 1]
+        self._attendants.append(Schedule(self.faults, self.job, self, announce=announce))
         return self.job
 
     def close(self) -> None:
@@ -123,6 +131,8 @@ class Lab:
         try:
             if self.job is not None:
                 self.job.stop()
+            for attendant in self._attendants:
+                attendant.join()
         finally:
             if self.network is not None:
                 self.network.close()

@@ -23,38 +23,48 @@ class Cuttable(Protocol):
     def heal(self) -> None: ...
 
 
-class Schedule:
-    """Carries the faults out at their times; ends with the job."""
+Announce = Callable[[str], None]
 
-    def __init__(self, faults: Collection[Fault], job: Job, network: Cuttable) -> None:
+
+class Schedule:
+    """Carries the faults out at their times and says so; ends with the job."""
+
+    def __init__(self, faults: Collection[Fault], job: Job, network: Cuttable, *, announce: Announce | None) -> None:
         self._job = job
         self._network = network
-        self._events = sorted(
-            (event for fault in faults for event in self._events_of(fault)), key=lambda event: event[0]
-        )
-        if self._events:
-            threading.Thread(target=self._run, name="loosestep-lab-faults", daemon=True).start()
+        self._announce = announce
+        events = [event for fault in faults for event in self._events_of(fault)]
+        self._events = sorted(events, key=lambda event: event[0])
+        self._thread = threading.Thread(target=self._run, name="loosestep-lab-faults", daemon=True)
+        self._thread.start()
 
-    def _events_of(self, fault: Fault) -> list[tuple[float, Callable[[], None]]]:
+    def join(self) -> None:
+        """Wait for the end, which follows that of the job."""
+        self._thread.join()
+
+    def _events_of(self, fault: Fault) -> list[tuple[float, str, Callable[[], None]]]:
         if isinstance(fault, Kill):
-            return [(fault.at, lambda: self._job.ranks[fault.rank].kill(signal.SIGKILL))]
+            return [(fault.at, f"rank {fault.rank} killed", lambda: self._job.ranks[fault.rank].kill(signal.SIGKILL))]
         if isinstance(fault, Stop):
             rank = self._job.ranks[fault.rank]
             return [
-                (fault.at, lambda: rank.kill(signal.SIGSTOP)),
-                (fault.at + fault.lasts, lambda: rank.kill(signal.SIGCONT)),
+                (fault.at, f"rank {fault.rank} stopped", lambda: rank.kill(signal.SIGSTOP)),
+                (fault.at + fault.lasts, f"rank {fault.rank} goes on", lambda: rank.kill(signal.SIGCONT)),
             ]
+        groups = " / ".join(",".join(map(str, sorted(group))) for group in fault.groups)
         return [
-            (fault.at, lambda: self._network.partition(*fault.groups)),
-            (fault.at + fault.lasts, self._network.heal),
+            (fault.at, f"nodes {groups} cut off", lambda: self._network.partition(*fault.groups)),
+            (fault.at + fault.lasts, "network healed", self._network.heal),
         ]
 
     def _run(self) -> None:
         begin = time.monotonic()
-        for at, act in self._events:
+        for at, what, act in self._events:
             if self._job.ended(max(0.0, begin + at - time.monotonic())):
                 return
             act()
+            if self._announce is not None:
+                self._announce(f"{at:g} s: {what}")
 
 
 class Slowdown:
@@ -64,8 +74,12 @@ class Slowdown:
         self._job = job
         self._rank = job.ranks[rank]
         self._on = CYCLE / factor
-        if factor > 1:
-            threading.Thread(target=self._run, name="loosestep-lab-slow", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="loosestep-lab-slow", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end, which follows that of the rank."""
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._job.ended(self._on) and self._rank.returncode is None:
