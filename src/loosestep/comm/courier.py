@@ -130,11 +130,11 @@ class Courier:
             for peer in self.members.present():
                 self._send(self._header(Kind.BYE, peer))
             self.transport.close(linger=0.2)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 it is raised again in the compute thread, at its next call
             self.failure = error
-            self.transport.close()
-            raise
+            self._emit("mailbox_failed", error=repr(error))
         finally:
+            self.transport.close()
             self._release()
 
     def _release(self) -> None:

@@ -12,7 +12,8 @@ shard of the model. Addresses are exchanged through the store once; afterwards i
 mean never moves, `shadow.py` for the step boundary, `ending.py` for the end, `members.py` for who counts as there.
 
 Events through `emit(kind, **fields)`, from the communication thread: peer_suspended, peer_resumed, peer_no_progress,
-peer_left, peer_dead (once; with the deltas in doubt), frame_refused (once per reason and source).
+peer_left, peer_dead (once; with the deltas in doubt), frame_refused (once per reason and source),
+mailbox_failed (the thread has ended by an error, which the next call raises).
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ class Mailbox:
             timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
         )  # fmt: skip
         self._exchanges: dict[int, Pending] = {}
+        self._io_read, self._io_seconds = 0.0, 0.0
         self._folds, self._fold_seconds, self._fold_cost, self._folded_at = 0, 0.0, 0.0, 0.0
         self._thread = threading.Thread(target=self._courier.run, name=f"loosestep-mailbox-{rank}", daemon=True)
         self._thread.start()
@@ -233,7 +235,10 @@ class Mailbox:
 
     def cpu_seconds(self) -> float:
         """Everything gossip has cost this process: communication thread, ZeroMQ's thread and folding."""
-        return self._courier.cpu_seconds + io_cpu_seconds() + self._fold_seconds
+        now = time.monotonic()
+        if now - self._io_read > 0.25:  # reading it every step would cost as much as it measures
+            self._io_read, self._io_seconds = now, io_cpu_seconds()
+        return self._courier.cpu_seconds + self._io_seconds + self._fold_seconds
 
     def close(self) -> None:
         """Say goodbye and let go of the thread and every socket."""

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 
 class Pace:
-    """Decides at every step whether to begin an exchange.
+    """Decides at every step how many exchanges to begin.
 
     `rate` exchanges per step is the upper bound. Communication may use `share` of the CPU time the process is entitled
-    to, `cores` times the wall clock (less than 1 when ranks outnumber processors). Once per `interval` seconds
-
-        current <- min(rate, current * sqrt(share * cores * wall / used))
-
-    with the factor kept between 1/2 and 2: the square root damps, because exchanges that peers begin here cost CPU too
-    and answer to their pace, not to ours.
+    to: `cores` times the wall clock, less than 1 when ranks outnumber processors. That allowance flows into an account
+    and what communication has used flows out, exchanges that peers began included; none is begun while the account is
+    overdrawn. So fewer exchanges, never slower steps. The account holds at most one second's allowance, so that a pause
+    is not followed by a burst.
     """
 
-    def __init__(self, rate: float = 1.0, *, share: float = 0.1, cores: float = 1.0, interval: float = 0.5) -> None:
+    def __init__(self, rate: float = 1.0, *, share: float = 0.1, cores: float = 1.0) -> None:
         if not rate > 0:
             raise ValueError(f"rate must be above 0 exchanges per step, got {rate}")
         if not 0 < share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        if not cores > 0:
+            raise ValueError(f"cores must be above 0, got {cores}")
         self.rate = rate
-        self.current = rate
-        self._budget, self._interval = share * cores, interval
-        self._credit = 0.0
+        self.current = rate  # running mean of the exchanges begun per step
+        self._allowance = share * cores
+        self._account = self._credit = 0.0
         self._last: tuple[float, float] | None = None
 
-    def observe(self, now: float, used: float) -> None:
-        """`used`: the CPU seconds communication has used up to the time `now`."""
-        if self._last is None:
-            self._last = now, used
-            return
-        wall, cost = now - self._last[0], used - self._last[1]
-        if wall < self._interval:
-            return
+    def due(self, now: float, used: float) -> int:
+        """The exchanges to begin at this step; `used`: CPU seconds communication has cost up to the time `now`."""
+        then, before = self._last or (now, used)
         self._last = now, used
-        factor = 2.0 if cost <= 0 else (self._budget * wall / cost) ** 0.5
-        self.current = min(self.rate, self.current * min(2.0, max(0.5, factor)))
-
-    def due(self) -> int:
-        """How many exchanges to begin at this step."""
-        self._credit += self.current
-        whole = int(self._credit)
-        self._credit -= whole
-        return whole
+        flow = self._allowance * (now - then) - (used - before)
+        self._account = min(self._account + flow, self._allowance)
+        self._credit = min(self._credit + self.rate, max(1.0, self.rate))
+        begun = int(self._credit) if self._account >= 0 else 0
+        self._credit -= begun
+        self.current += 0.02 * (begun - self.current)
+        return begun

@@ -225,7 +225,9 @@ class Transport:
         push.close(linger=int(linger * 1000))
 
     def close(self, *, linger: float = 0.0) -> None:
-        """Send what is queued for at most `linger` seconds, then let everything go."""
+        """Send what is queued for at most `linger` seconds, then let everything go. A second call does nothing."""
+        if self._context.closed:
+            return
         for peer in list(self._peers):
             self.forget(peer, linger=linger)
         if self._own_monitor is not None:
