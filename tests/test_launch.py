@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from loosestep import launch
 
@@ -65,19 +66,23 @@ def test_ranks_share_one_fresh_key_and_the_users_settings_stay(monkeypatch: pyte
 
 
 def test_ranks_meet_without_rank_0() -> None:
-    """Rank 0 is killed first; the others still find the store and each other."""
+    """Rank 0 dies as soon as it has met the others; the store goes on."""
     command = python("""
         import os, sys
         rank = int(os.environ["RANK"])
-        if rank == 0:
-            os.kill(os.getpid(), 9)
         from datetime import timedelta
         from torch.distributed import rendezvous
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=20)))
         store.set(f"from {rank}", "hello")
+        if rank == 0:
+            os.kill(os.getpid(), 9)
+        store.get("rank 0 is dead")
         print(store.get(f"from {3 - rank}").decode())
     """)
     with launch.start(command, ranks_per_node=3) as job:
+        assert job.ranks[0].wait(timeout=60) == -signal.SIGKILL
+        port = int(job.ranks[0].place.env["MASTER_PORT"])
+        TCPStore("127.0.0.1", port, is_master=False).set("rank 0 is dead", "yes")
         assert job.wait(timeout=60).returncodes == (-9, 0, 0)
     assert [rank.output for rank in job.ranks] == [[], ["hello"], ["hello"]]
 

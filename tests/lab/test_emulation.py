@@ -228,8 +228,9 @@ def test_without_a_network_the_rest_is_the_same() -> None:
         assert len(job.running) == 3
         with pytest.raises(LabError, match="no network"):
             lab.bytes()
-    with pytest.raises(LabError, match="without a network"):
-        Lab(2, network=False, bandwidth="1mbit")
+    for options in ({"bandwidth": "1mbit"}, {"loss": "1%"}, {"faults": [Partition((frozenset({0}),), 1.0, 1.0)]}):
+        with pytest.raises(LabError, match="without a network"):
+            Lab(2, network=False, **options)  # type: ignore[arg-type]
 
 
 def test_torchrun_starts_the_ranks_of_every_node() -> None:

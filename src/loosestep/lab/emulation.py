@@ -84,10 +84,8 @@ class Lab:
             self.network = _make_network(nodes, rate=rate, pairs=pairs, wired=wired, mark=self._mark)
             if self.network.wire is not None:
                 self.network.wire.set(**self._effects)
-        elif rate is not None or pairs or wire or any(self._effects.values()):
-            raise LabError(
-                "without a network there is nothing to limit, delay, lose or damage: leave those options out"
-            )
+        elif rate is not None or pairs or wire or any(self._effects.values()) or self._has_partitions():
+            raise LabError("without a network there is nothing to limit, delay, lose or cut: leave those options out")
 
     def run(
         self,
@@ -194,6 +192,9 @@ class Lab:
                 "the links of this lab are the kernel's; make it with wire=True to delay, lose or damage packets"
             )
         wire.set(**settings)
+
+    def _has_partitions(self) -> bool:
+        return any(isinstance(fault, Partition) for fault in self.faults)
 
     def _cuts(self, groups: Collection[Collection[int]]) -> Iterator[tuple[int, int]]:
         named = grammar.complete(tuple(frozenset(group) for group in groups), len(self.counts))
