@@ -100,6 +100,7 @@ class ThreadComm:
         offers = self.hub.collect(("offer", number), self.rank, mine, tuple(range(self.hub.world)))
         weights = self.topology.weights
         even = len(set(weights)) == 1
+        assert not offer.settle, "use real processes for this"
         for position, tensor in enumerate(offer.vector):
             stack = torch.stack([offers[node[0]][0][position] for node in self.topology.nodes])
             total = ordered_sum(stack, None if even else weights).div_(len(weights) if even else sum(weights))

@@ -229,8 +229,9 @@ class Run:
     def start(self, *, form: Literal["mean", "delta"] = "delta", lane: int | None = None) -> None:
         """Take a snapshot and exchange it with all replicas in the background."""
         assert self._flight is None, "an exchange is folded before the next one starts"
+        offer = self._offer(form=form, lane=lane)
         self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
-        self._flight = Flight(self.state["step"], self._comm.all_reduce(self._offer(form=form, lane=lane)))
+        self._flight = Flight(self.state["step"], self._comm.all_reduce(offer))
 
     def fold(self) -> None:
         """Wait for the exchange in flight and hand it to the strategy."""
@@ -276,6 +277,7 @@ class Run:
         if invitation.kind is Kind.EXCHANGE:
             form: Literal["mean", "delta"] = self.strategy.form(self.state).get("form", "delta")
             offer = self._offer(form=form, lane=invitation.lane, wire=invitation.wire)
+            self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
             landed = self._comm.average(offer)
             self.trace.emit("landed", seconds=landed.seconds)
             self._land(landed, staleness=0)
@@ -364,7 +366,8 @@ class Run:
     def _mean(self) -> Landed:
         """The mean of all replicas, in new memory; when all ranks are one replica it has nothing to average but buffers."""
         vector = [] if self.strategy.learner == "world" else self._replica.snapshot(keep=False)
-        return self._comm.average(Offer(vector=vector, buffers=self._replica.pack_buffers(), form="mean"))
+        settle = self.strategy.learner == "node" and self.strategy.scope(self.state) == "rank"
+        return self._comm.average(Offer(vector=vector, buffers=self._replica.pack_buffers(), form="mean", settle=settle))
 
     def _adopt_mean(self, mean: Landed) -> None:
         if mean.vector:

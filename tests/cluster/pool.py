@@ -73,7 +73,7 @@ def ranks(world: int, function: Callable[..., Any], **arguments: Any) -> list[An
     results = attempt(world, function, **arguments)
     for rank, (ok, value) in enumerate(results):
         if not ok:
-            _drop(world)
+            drop(world)
             raise AssertionError(f"rank {rank} failed:\n{value}")
     return [value for _, value in results]
 
@@ -91,11 +91,12 @@ def attempt(world: int, function: Callable[..., Any], **arguments: Any) -> list[
     try:
         return _pools[world].run(function, arguments)
     except (TimeoutError, EOFError, OSError):
-        _drop(world)
+        drop(world)
         raise
 
 
-def _drop(world: int) -> None:
+def drop(world: int) -> None:
+    """End a pool whose ranks are no longer in step; the next test starts another."""
     pool = _pools.pop(world, None)
     if pool is not None:
         pool.close()
@@ -104,7 +105,7 @@ def _drop(world: int) -> None:
 @atexit.register
 def close_all() -> None:
     for world in list(_pools):
-        _drop(world)
+        drop(world)
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:

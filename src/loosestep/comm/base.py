@@ -80,7 +80,8 @@ class Offer:
     """What a replica puts into an exchange. `vector` is overwritten by the result.
 
     `form`: the result is the mean itself or the delta `mean - vector`. `lane`: None shards the vector over all lanes,
-    a number sends it whole over that one. `wire`: the dtype that travels, None for the parameters' own.
+    a number sends it whole over that one. `wire`: the dtype that travels, None for the parameters' own. `settle`: the
+    ranks of a node differ, so they are averaged first.
     """
 
     vector: Vector
@@ -88,6 +89,7 @@ class Offer:
     form: Literal["mean", "delta"] = "delta"
     lane: int | None = None
     wire: torch.dtype | None = None
+    settle: bool = False
     losses: tuple[torch.Tensor | float, int] = (0.0, 0)
 
 

@@ -180,6 +180,9 @@ class Collective:
         """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's part of the spread."""
         wire = tensor if offer.wire is None else tensor.to(offer.wire)
         delta, index = offer.form == "delta", self._x.node.index
+        if offer.settle and self._x.node.size > 1:
+            for piece in wire.split(PIECE):
+                piece.copy_(ordered_sum(self._x.node.gather(piece)).div_(self._x.node.size))
         spread = 0.0
         if offer.lane is None:
             shards = wire.view(self._x.lanes, -1)

@@ -49,8 +49,9 @@ class Totals:
         elif kind == "sent":
             self.bytes_sent += fields["bytes"]
             self.bytes_between_nodes += fields["between_nodes"]
-        elif kind == "landed":
+        elif kind == "start":
             self.exchanges += 1
+        elif kind == "landed":
             self.exchange_seconds += fields["seconds"]
         elif kind == "fold":
             self.folds += 1

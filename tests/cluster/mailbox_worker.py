@@ -1,0 +1,157 @@
+"""One rank of a gossip test, as a process of its own: `python mailbox_worker.py SCENARIO RANK WORLD PORT FOLDER OPTIONS`.
+
+It prints `ready` when its mailbox is up, reads one line (`go`) before it starts, and leaves RANK.npz and RANK.json.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore
+
+from loosestep.comm.courier import Timing
+from loosestep.comm.mailbox import Mailbox
+from loosestep.comm.wire import Kind
+from loosestep.graphs import Gossip
+
+WITH_VALUE = (Kind.REQUEST, Kind.REPLY)
+
+
+class Worker:
+    def __init__(self, rank, world, port, folder, options):
+        self.rank, self.world, self.folder, self.options = rank, world, folder, options
+        self.events, self.report, self.arrays = [], {}, {}
+        self.params = [start_vector(rank, options["size"], options.get("dtype", "float64"))]
+        self.sent = 0
+        self.draw = np.random.default_rng(rank)
+        store = TCPStore("127.0.0.1", port, None, False)
+        self.mailbox = Mailbox(
+            store,
+            rank,
+            world=range(world),
+            params=self.params,
+            layout=b"test",
+            key=options.get("key"),
+            encrypt=options.get("encrypt", False),
+            deadline=options.get("deadline", 60.0),
+            emit=self.emit,
+            timing=Timing(**options["timing"]) if "timing" in options else None,
+            lose=self.lose if options.get("drops") or options.get("kill_at") else None,
+            allocate=self.allocate,
+        )
+        del store  # from here on nothing may need it
+        self.drops = options.get("drops", 0)
+
+    def emit(self, kind, **fields):
+        self.events.append({"kind": kind, "at": time.monotonic()} | fields)
+
+    def allocate(self, size, dtype):
+        """The shadow in a file: it can be read after a kill -9."""
+        count = sum(1 for _ in self.folder.glob(f"{self.rank}.part*"))
+        return np.memmap(self.folder / f"{self.rank}.part{count}", dtype=dtype, mode="w+", shape=(size,))
+
+    def lose(self, header):
+        if header.kind not in WITH_VALUE:
+            return False
+        self.sent += 1
+        if self.rank == self.options.get("victim") and self.sent == self.options["kill_at"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.drops and self.draw.random() < 0.1:
+            self.drops -= 1
+            return True
+        return False
+
+    def free(self):
+        """Steps of `step` seconds and one exchange a step, until `exchanges` are done or, with none given, `stop` comes."""
+        options, stop = self.options, self.folder / "stop"
+        gossip = Gossip(options.get("topology", "random-ring"), range(self.world), seed=1)
+        gaps, completed, number, last = [], 0, 0, time.monotonic()
+        while completed < options["exchanges"] if "exchanges" in options else not stop.exists():
+            partner = gossip.partner(self.rank, number, self.mailbox.alive())
+            number += 1
+            if partner is not None:
+                pending = self.mailbox.exchange(*partner)
+                if "exchanges" in options:
+                    pending.wait(20)
+                    completed += pending.outcome == "exchanged"
+            time.sleep(options.get("step", 0))
+            if self.rank != options.get("victim"):
+                self.mailbox.boundary(self.params)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+        self.report.update(worst_gap=max(gaps), steps=number)
+        self.end()
+
+    def end(self):
+        begun = time.monotonic()
+        self.mailbox.finish(self.params, 60)
+        self.report.update(finish_seconds=time.monotonic() - begun, counters=self.mailbox.counters)
+        self.report.update(global_steps=self.mailbox.global_steps, dead=sorted(self.mailbox.dead()))
+
+    def lockstep(self):
+        gossip = Gossip(self.options["topology"], range(self.world), seed=2)
+        others = set(range(self.world)) - {self.rank}
+        states = []
+        for number in range(self.options["rounds"]):
+            if self.options.get("fresh"):
+                self.params[0].copy_(start_vector(1000 * number + self.rank, self.options["size"], "float64"))
+                self.mailbox.boundary(self.params, force=True)
+                states.append(self.params[0].numpy().copy())
+            self.mailbox.lockstep_round(number, gossip.round(self.rank, number, others))
+            self.mailbox.boundary(self.params, force=True)
+            states.append(self.params[0].numpy().copy())
+        self.arrays["states"] = np.stack(states)
+        self.end()
+
+    def idle(self):
+        """Nothing to do: what does the communication cost?"""
+        time.sleep(0.5)
+        before, wall = time.process_time(), time.monotonic()
+        time.sleep(self.options["seconds"])
+        self.report["idle_share"] = (time.process_time() - before) / (time.monotonic() - wall)
+        self.end()
+
+    def memory(self):
+        """Peak resident memory beyond the parameters while everybody exchanges with everybody."""
+        before = self.options["baseline"]
+        for k in range(self.options["exchanges"]):
+            self.mailbox.exchange((self.rank + 1 + k % (self.world - 1)) % self.world).wait(30)
+            self.mailbox.boundary(self.params, force=True)
+        self.report["extra"] = peak() - before
+        self.end()
+
+
+def start_vector(seed, size, dtype):
+    return torch.randn(size, dtype=getattr(torch, dtype), generator=torch.Generator().manual_seed(seed))
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main():
+    scenario, rank, world, port, folder, options = sys.argv[1:]
+    options = json.loads(options)
+    torch.set_num_threads(1)
+    if scenario == "memory":
+        model = start_vector(0, options["size"], options["dtype"])  # touched, so it counts from the start
+        options["baseline"] = peak()
+        del model
+    worker = Worker(int(rank), int(world), int(port), Path(folder), options)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    getattr(worker, scenario)()
+    worker.mailbox.close()
+    np.savez(worker.folder / f"{rank}.npz", params=worker.params[0].numpy(), **worker.arrays)
+    report = worker.report | {"events": worker.events}
+    (worker.folder / f"{rank}.json").write_text(json.dumps(report, default=float))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""attach and Run on real processes: bad input, life cycle, what composes, resuming."""
+
+import gc
+import threading
+import warnings
+
+import pytest
+import torch
+from pool import drop, errors, ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import loosestep
+from loosestep import Topology
+
+PAIR, GRID = Topology([[0], [1]]), Topology([[0, 1], [2, 3]])
+
+
+def linear(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def data(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def one_step(model, optimizer, rank, step):
+    loss = (model(data(rank, step)) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+# Bad input: clear on every rank, never a hang -------------------------------------------------------------------------
+
+
+def bad(rank: int, case: str):
+    model = linear()
+    optimizer = sgd(model)
+    strategy = "daso"
+    if case == "no parameters":
+        model = nn.ReLU()
+    elif case == "frozen":
+        model.requires_grad_(False)
+    elif case == "foreign optimizer":
+        optimizer = sgd(linear(1))
+    elif case == "shape" and rank == 1:
+        model = nn.Linear(3, 3)
+        optimizer = sgd(model)
+    elif case == "dtype" and rank == 1:
+        model = linear().double()
+        optimizer = sgd(model)
+    elif case == "more" and rank == 1:
+        model = nn.Linear(3, 2, bias=False)
+        optimizer = sgd(model)
+    elif case == "nan" and rank == 1:
+        model.weight.data[0, 1] = float("nan")
+    elif case == "strategy" and rank == 1:
+        strategy = "daso:period=8"
+    elif case == "typo" and rank == 1:
+        strategy = "dasso"
+    elif case == "ddp":
+        model = DistributedDataParallel(model)
+    elif case == "lbfgs":
+        optimizer = torch.optim.LBFGS(model.parameters())
+        strategy = "allreduce"
+    elif case == "hooks":
+        strategy = "allreduce"
+    elif case == "not a module":
+        model = "net"
+    elif case == "not an optimizer":
+        optimizer = [3]
+    elif case == "topology":
+        loosestep.attach(model, optimizer, strategy, topology=Topology([[0, 1, 2]]))
+    loosestep.attach(model, optimizer, strategy, topology=PAIR, deadline=5, hooks=case != "hooks")
+
+
+@pytest.mark.parametrize(
+    ("case", "messages"),
+    [
+        ("no parameters", ["no parameters that require gradients"] * 2),
+        ("frozen", ["no parameters that require gradients"] * 2),
+        ("foreign optimizer", ["build the optimizer from model.parameters()"] * 2),
+        ("shape", ["entry 0 is 'weight: (3, 3) float32' on rank 1 and 'weight: (2, 3) float32' on rank 0"] * 2),
+        ("dtype", ["'weight: (2, 3) float64' on rank 1"] * 2),
+        ("more", ["1 tensors on rank 1, 2 on rank 0"] * 2),
+        ("nan", ["rank 1 could not attach: parameter weight contains NaN or Inf", "parameter weight contains NaN or Inf on rank 1"]),
+        ("strategy", ["rank 1 uses the strategy daso:period=8, rank 0 daso; all ranks need the same"] * 2),
+        ("typo", ["rank 1 could not attach: unknown strategy 'dasso'", "unknown strategy 'dasso' (did you mean 'daso'?)"]),
+        ("ddp", ["wrapped in DistributedDataParallel"] * 2),
+        ("lbfgs", ["use a strategy with replica='rank'"] * 2),
+        ("hooks", ["hooks=False needs a strategy with replica='rank'"] * 2),
+        ("not a module", ["must be a torch.nn.Module, got str"] * 2),
+        ("not an optimizer", ["must be a torch optimizer"] * 2),
+        ("topology", ["the topology names 3 ranks, but 2 processes were started"] * 2),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(case, messages):
+    for seen, expected in zip(errors(2, bad, case=case), messages, strict=True):
+        assert expected in seen
+
+
+def twice(rank: int):
+    model = linear()
+    run = loosestep.attach(model, sgd(model), "daso", topology=PAIR, deadline=5)
+    try:
+        loosestep.attach(model, sgd(model), "daso", topology=PAIR, deadline=5)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        run.finish()
+
+
+def test_attaching_twice_is_refused_and_the_first_run_lives():
+    assert all("already attached" in message for message in ranks(2, twice))
+
+
+def absent(rank: int):
+    if rank == 0:
+        return loosestep.attach(linear(), sgd(linear()), "daso", topology=PAIR, deadline=1)
+    threading.Event().wait(2)
+    raise RuntimeError("rank 1 never attached")
+
+
+def test_a_rank_that_does_not_attach_is_named():
+    assert "rank(s) 1 did not call loosestep.attach within 1 s" in errors(2, absent)[0]
+    drop(2)
+
+
+def changed(rank: int, case: str):
+    model = nn.ModuleList([linear(), linear()])
+    model[1].requires_grad_(False)
+    optimizer = sgd(model[0])
+    with loosestep.attach(model, optimizer, "localsgd", topology=PAIR, deadline=5):
+        one_step(model[0], optimizer, rank, 0)
+        if case == "unfreeze":
+            model[1].requires_grad_(True)
+        else:
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        one_step(model[0], optimizer, rank, 1)
+
+
+@pytest.mark.parametrize(("case", "message"), [("unfreeze", "1.weight was frozen when the run was attached"), ("group", "parameter groups changed after attach")])
+def test_parameters_that_appear_after_attach_are_detected(case, message):
+    assert any(message in seen for seen in errors(2, changed, case=case))
+
+
+def poisoned(rank: int):
+    model = linear()
+    optimizer = sgd(model)
+    with loosestep.attach(model, optimizer, "localsgd:period=1", topology=PAIR, deadline=5):
+        if rank == 1:
+            model.weight.data.fill_(float("nan"))
+        before = flat(model)
+        try:
+            one_step(model, optimizer, rank, 0)
+        finally:
+            assert rank == 1 or not flat(model).isnan().any()
+            assert rank == 1 or not torch.equal(flat(model), before)
+
+
+def test_nan_on_one_rank_is_not_spread():
+    for message in errors(2, poisoned):
+        assert "parameters of rank 1 contain NaN or Inf at step 1: nothing was exchanged" in message
+
+
+def same_data(rank: int, spec: str, topology: list[list[int]]):
+    model = linear()
+    optimizer = sgd(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with loosestep.attach(model, optimizer, spec, topology=Topology(topology), deadline=5):
+            for step in range(8):
+                one_step(model, optimizer, 0, step)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(("spec", "topology"), [("localsgd:period=1", [[0], [1]]), ("allreduce", [[0, 1]]), ("daso:period=1", [[0], [1]])])
+def test_ranks_that_see_the_same_data_are_warned_once(spec, topology):
+    for seen in ranks(2, same_data, spec=spec, topology=topology):
+        assert len(seen) == 1
+        assert "DistributedSampler" in seen[0]
+
+
+# Life cycle -----------------------------------------------------------------------------------------------------------
+
+
+def life(rank: int, spec: str, steps: int = 7):
+    threads, model = threading.active_count(), linear(seed=rank)
+    optimizer = sgd(model)
+    start = flat(model)
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=10) as run:
+        aligned = flat(model)
+        for step in range(steps):
+            run.observe(one_step(model, optimizer, rank, step))
+        before, last = flat(model), dict(run.stats)
+        with run.consensus() as mean:
+            inside = flat(mean)
+        after = flat(model)
+    gc.collect()
+    return {
+        "start": start,
+        "aligned": aligned,
+        "before": before,
+        "inside": inside,
+        "after": after,
+        "end": flat(model),
+        "threads": threading.active_count() - threads,
+        "stats": last,
+    }
+
+
+SPECS = ["allreduce", "localsgd:period=2", "localsgd:period=3,delay=2", "daso", "daso:period=2,delay=2", "daso-paper", "delay-by-one", "localsgd:start=3", "localsgd:replica=node,local_period=2,period=2"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_run_from_attach_to_finish(spec):
+    results = ranks(4, life, spec=spec)
+    first = results[0]
+    for result in results:
+        assert torch.equal(result["aligned"], first["start"])  # everybody starts from rank 0
+        assert torch.equal(result["inside"], first["inside"])  # one average model
+        assert torch.equal(result["after"], result["before"])  # consensus changes nothing
+        assert torch.equal(result["end"], first["end"])  # bit-identical at the end
+        assert result["threads"] == 0
+        assert result["stats"]["steps"] == 7
+    mean = torch.stack([result["before"] for result in results]).mean(0)
+    torch.testing.assert_close(first["inside"], mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("spec", "exchanges", "staleness"), [("localsgd:period=2", 3, 0), ("localsgd:period=3,delay=2", 2, 2), ("daso:period=2,delay=2", 3, 2), ("delay-by-one", 7, 1)])
+def test_exchanges_and_staleness_are_what_the_strategy_says(spec, exchanges, staleness):
+    for result in ranks(4, life, spec=spec):
+        assert result["stats"]["exchanges"] == exchanges
+        assert result["stats"]["staleness_max"] == staleness
+
+
+def alone(rank: int, spec: str):
+    model = linear()
+    optimizer = sgd(model)
+    with loosestep.attach(model, optimizer, spec, topology=Topology([[0]])) as run:
+        for step in range(6):
+            run.observe(one_step(model, optimizer, rank, step))
+        with run.consensus():
+            flat(model)
+    reference = linear()
+    optimizer = sgd(reference)
+    for step in range(6):
+        one_step(reference, optimizer, rank, step)
+    return torch.equal(flat(model), flat(reference))
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s != "daso-paper"])
+def test_a_world_of_one_trains_as_if_nothing_was_attached(spec):
+    assert ranks(1, alone, spec=spec) == [True]
+
+
+def without_hooks(rank: int):
+    model = linear()
+    optimizer = sgd(model)
+    with loosestep.attach(model, optimizer, "localsgd:period=2", topology=PAIR, hooks=False) as run:
+        for step in range(4):
+            one_step(model, optimizer, rank, step)
+            run.step()
+        return run.stats["exchanges"]
+
+
+def test_without_hooks_the_loop_calls_step_itself():
+    assert ranks(2, without_hooks) == [2, 2]
+
+
+def two_optimizers(rank: int):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    pair = [sgd(model[0]), torch.optim.AdamW(model[1].parameters(), lr=0.01)]
+    with loosestep.attach(model, pair, "daso:period=2", topology=GRID) as run:
+        for step in range(4):
+            model(data(rank, step)).square().mean().backward()
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+        return run.stats["steps"], run.stats["exchanges"]
+
+
+def test_with_several_optimizers_a_step_ends_with_the_last():
+    assert ranks(4, two_optimizers) == [(4, 2)] * 4
+
+
+def composed(rank: int, optimizer: str, foreach: bool | None, fused: bool | None):
+    """Schedulers, autocast, GradScaler, accumulation: the loop stays as it is."""
+    model = linear()
+    kind = getattr(torch.optim, optimizer)
+    chosen = kind(model.parameters(), lr=0.01, foreach=foreach, fused=fused)
+    schedule = torch.optim.lr_scheduler.StepLR(chosen, step_size=2, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with loosestep.attach(model, chosen, "daso:period=2", topology=GRID) as run:
+        for step in range(6):
+            for micro in range(2):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = (model(data(rank, 10 * step + micro)).float() - 1).square().mean() / 2
+                with run.no_sync() if micro == 0 else torch.enable_grad():
+                    scaler.scale(loss).backward()
+            scaler.unscale_(chosen)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(chosen)
+            scaler.update()
+            chosen.zero_grad()
+            schedule.step()
+        steps = run.stats["steps"]
+    return flat(model), steps, chosen.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize(("foreach", "fused"), [(False, None), (True, None), (None, True)])
+def test_any_optimizer_with_scaler_autocast_accumulation_and_schedule(optimizer, foreach, fused):
+    results = ranks(4, composed, optimizer=optimizer, foreach=foreach, fused=fused)
+    assert all(torch.equal(end, results[0][0]) for end, _, _ in results)
+    assert [(steps, lr) for _, steps, lr in results] == [(6, 0.01 / 8)] * 4
+
+
+def lbfgs(rank: int):
+    model = linear()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)
+    with loosestep.attach(model, optimizer, "localsgd:period=2", topology=PAIR) as run:
+        for step in range(4):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = (model(data(rank, step)) - 1).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return run.stats["steps"], run.stats["exchanges"]
+
+
+def test_lbfgs_works_when_every_rank_is_a_replica():
+    assert ranks(2, lbfgs) == [(4, 2)] * 2
+
+
+def resumed(rank: int, spec: str, cut: int, total: int = 9):
+    def build():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        return model, sgd(model)
+
+    torch.manual_seed(0)
+    model, optimizer = build()
+    with loosestep.attach(model, optimizer, spec, topology=GRID) as run:
+        for step in range(total):
+            run.observe(one_step(model, optimizer, rank, step))
+    whole = flat(model)
+
+    torch.manual_seed(0)
+    model, optimizer = build()
+    run = loosestep.attach(model, optimizer, spec, topology=GRID)
+    for step in range(cut):
+        run.observe(one_step(model, optimizer, rank, step))
+    saved = run.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
+    saved = saved[0], saved[1], {"state": {k: {n: t.clone() for n, t in v.items()} for k, v in saved[2]["state"].items()}, "param_groups": saved[2]["param_groups"]}
+    run.finish()
+
+    model, optimizer = build()
+    with loosestep.attach(model, optimizer, spec, topology=GRID) as run:
+        model.load_state_dict(saved[1])
+        optimizer.load_state_dict(saved[2])
+        run.load_state_dict(saved[0])
+        for step in range(cut, total):
+            run.observe(one_step(model, optimizer, rank, step))
+    return torch.equal(flat(model), whole)
+
+
+@pytest.mark.parametrize("cut", [4, 5])
+@pytest.mark.parametrize("spec", ["daso:period=3,delay=2", "localsgd:period=2,delay=1", "delay-by-one", "daso:window=2,period=2,warmup=2,cooldown=3,total=9", "daso-paper:epoch=3"])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(spec, cut):
+    assert ranks(4, resumed, spec=spec, cut=cut) == [True] * 4
+
+
+def other_state(rank: int, case: str):
+    model = linear()
+    with loosestep.attach(model, sgd(model), "daso", topology=Topology([[0]])) as run:
+        state = run.state_dict()
+        state |= {"version": 99} if case == "version" else {"strategy": "localsgd"}
+        run.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("case", "message"), [("version", "version 99, expected 1"), ("strategy", "belongs to the strategy localsgd")])
+def test_a_state_of_something_else_is_refused(case, message):
+    assert message in errors(1, other_state, case=case)[0]
+
+
+def memory(rank: int):
+    model = nn.Linear(2048, 2048, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    size = sum(p.numel() for p in model.parameters())
+    with loosestep.attach(model, optimizer, "daso:period=2", topology=GRID) as run:
+        for _ in range(5):
+            (model.weight * (1.0 + rank)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        mine = {p.data_ptr() for p in model.parameters()}
+        buckets = {b.flat.data_ptr() for b in run._averager._buckets}
+        held = {}
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and thing.data_ptr() not in mine | buckets:
+                held[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes() / 4
+        extra = sum(numel for numel in held.values() if numel > 1000)
+    return extra / size
+
+
+def test_at_most_two_extra_copies_of_the_parameters_are_held():
+    assert all(copies <= 2.0 for copies in ranks(4, memory))
