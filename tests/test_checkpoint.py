@@ -247,6 +247,7 @@ def test_a_full_disk_is_said_and_leaves_the_previous_checkpoint(tiny_disk: Path)
     checkpoints.save(1, state_of(1))
     with pytest.raises(CheckpointError, match=r"step-0000000002-0 \(2\.0 MB\) could not be written: No space left"):
         checkpoints.save(2, {"w": torch.zeros(500_000)})
+    assert [path.name for path in (tiny_disk / "checkpoint").iterdir()] == ["step-0000000001-0"]
     found = load_latest(tiny_disk / "checkpoint")
     assert found is not None
     assert same(found[1], state_of(1))

@@ -42,7 +42,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone() -> None:
 
 def test_batches_are_bucketed_by_length_but_not_in_order_of_length() -> None:
     lengths = np.random.default_rng(0).integers(10, 1000, 320)
-    order = Order(320, batch=8, seed=0, lengths=list(lengths))
+    order = Order(320, batch=8, seed=0, lengths=list(lengths), pool=40)
     spans = [np.ptp(lengths[order[i]]) for i in range(order.batches_per_epoch)]
     means = [lengths[order[i]].mean() for i in range(order.batches_per_epoch)]
     assert np.mean(spans) < 150

@@ -30,7 +30,16 @@ def made_up(words: int = 4, count: int = 24) -> Corpus:
 
 
 def a_task(seed: int = 0, **changes: Any) -> AcousticTask:
-    options = {"layers": 1, "cells": 24, "dropout": 0.1, "noise": 0.1, "time_masks": 0, "batch": 4, **changes}
+    options = {
+        "layers": 1,
+        "cells": 24,
+        "dropout": 0.1,
+        "noise": 0.1,
+        "time_masks": 0,
+        "batch": 4,
+        "units": "pieces",
+        **changes,
+    }
     return AcousticTask(AcousticOptions(**options), made_up(), seed=seed, device=torch.device("cpu"))
 
 

@@ -47,7 +47,7 @@ class AcousticOptions:
     outputs: int = option(0, "output classes, 0 for as many as the labels need")
     dropout: float = option(0.2, "after every LSTM layer")
     loss: str = option("ctc", "transcripts, or a class for every frame", ("ctc", "frames"))
-    units: str = option("pieces", "what CTC writes: letters, or frequent words whole", ("characters", "pieces"))
+    units: str = option("characters", "what CTC writes: letters, or frequent words whole", ("characters", "pieces"))
     batch: int = option(16, "utterances per gradient")
     stack: int = option(3, "neighbouring frames taken as one")
     deltas: bool = option(True, "append first and second time derivatives")
