@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from loosestep.recipes import RecipeError, schedules
-from loosestep.recipes.acoustic import AcousticModel, AcousticOptions, AcousticRecipe, AcousticTask
+from loosestep.recipes.acoustic import PRESETS, AcousticModel, AcousticOptions, AcousticRecipe, AcousticTask
 from loosestep.recipes.acoustic.corpus import Corpus, Utterance
+from loosestep.recipes.base import parse_options
 
 TINY = {"preset": "tiny", "layers": 1, "cells": 32}
 
@@ -151,12 +152,8 @@ def test_the_recipe_runs_on_an4(an4: Path) -> None:
 
 
 def test_the_papers_preset_is_the_papers_model() -> None:
-    task = AcousticTask(
-        AcousticOptions(layers=6, cells=512, bottleneck=256, outputs=32000),
-        made_up(),
-        seed=0,
-        device=torch.device("meta"),
-    )
+    options = parse_options(AcousticOptions, {"preset": "paper", "units": "pieces"}, PRESETS)
+    task = AcousticTask(options, made_up(), seed=0, device=torch.device("meta"))
     with torch.device("meta"):
         model = task.build_model()
     assert (len(model.lstms), model.output.out_features, model.output.in_features) == (6, 32000, 256)
