@@ -107,6 +107,20 @@ def test_newer_ones_are_discarded_on_request(tmp_path: Path) -> None:
     assert [c.step for c in checkpoints.list()] == [10]
 
 
+def test_of_two_writers_of_one_path_the_first_wins(tmp_path: Path) -> None:
+    write(tmp_path / "c", {"writer": 1})
+    write(tmp_path / "c", {"writer": 2})
+    assert read(tmp_path / "c") == {"writer": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_an_unfinished_checkpoint_of_a_dead_writer_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".writing-0123").mkdir()
+    (tmp_path / ".writing-0123" / "state.json").write_text("{")
+    Checkpoints(tmp_path).save(1, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001-0"]
+
+
 def test_nothing_there_is_none(tmp_path: Path) -> None:
     assert load_latest(tmp_path / "absent") is None
 
