@@ -107,7 +107,9 @@ def test_the_kept_snapshot_is_one_buffer():
     assert replica.snapshot(keep=False)[0].data_ptr() != replica.snapshot()[0].data_ptr()
 
 
-@pytest.mark.parametrize("other", [nn.Linear(3, 2), nn.Linear(2, 3).double(), nn.Linear(2, 3, bias=False), nn.Sequential(nn.Linear(2, 3))])
+@pytest.mark.parametrize(
+    "other", [nn.Linear(3, 2), nn.Linear(2, 3).double(), nn.Linear(2, 3, bias=False), nn.Sequential(nn.Linear(2, 3))]
+)
 def test_the_digest_sees_shape_dtype_and_order(other):
     assert Replica(nn.Linear(2, 3)).digest() != Replica(other).digest()
 

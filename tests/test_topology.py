@@ -30,7 +30,15 @@ def test_ranks_with_the_same_node_name_share_a_node():
     assert Topology.from_names(["a", "b", "a"]).nodes == ((0, 2), (1,))
 
 
-@pytest.mark.parametrize(("nodes", "message"), [([], "at least one node"), ([[0], []], "at least one node"), ([[0, 2]], "exactly once"), ([[0, 0]], "exactly once")])
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([], "at least one node"),
+        ([[0], []], "at least one node"),
+        ([[0, 2]], "exactly once"),
+        ([[0, 0]], "exactly once"),
+    ],
+)
 def test_a_topology_that_makes_no_sense_is_refused(nodes, message):
     with pytest.raises(ValueError, match=message):
         Topology(nodes)
@@ -74,7 +82,9 @@ def test_a_variable_that_is_not_a_number_is_named():
         detect_launch({"RANK": "0", "WORLD_SIZE": "two"})
 
 
-@pytest.mark.parametrize(("nodelist", "host"), [("gpu[03-05,9],login1", "gpu03"), ("n1,n2", "n1"), ("alone", "alone"), ("a[7,9]", "a7")])
+@pytest.mark.parametrize(
+    ("nodelist", "host"), [("gpu[03-05,9],login1", "gpu03"), ("n1,n2", "n1"), ("alone", "alone"), ("a[7,9]", "a7")]
+)
 def test_first_host_of_a_slurm_node_list(nodelist, host):
     assert first_host(nodelist) == host
 

@@ -94,9 +94,18 @@ def bad(rank: int, case: str):
         ("shape", ["entry 0 is 'weight: (3, 3) float32' on rank 1 and 'weight: (2, 3) float32' on rank 0"] * 2),
         ("dtype", ["'weight: (2, 3) float64' on rank 1"] * 2),
         ("more", ["1 tensors on rank 1, 2 on rank 0"] * 2),
-        ("nan", ["rank 1 could not attach: parameter weight contains NaN or Inf", "parameter weight contains NaN or Inf on rank 1"]),
+        (
+            "nan",
+            [
+                "rank 1 could not attach: parameter weight contains NaN or Inf",
+                "parameter weight contains NaN or Inf on rank 1",
+            ],
+        ),
         ("strategy", ["rank 1 uses the strategy daso:period=8, rank 0 daso; all ranks need the same"] * 2),
-        ("typo", ["rank 1 could not attach: unknown strategy 'dasso'", "unknown strategy 'dasso' (did you mean 'daso'?)"]),
+        (
+            "typo",
+            ["rank 1 could not attach: unknown strategy 'dasso'", "unknown strategy 'dasso' (did you mean 'daso'?)"],
+        ),
         ("ddp", ["wrapped in DistributedDataParallel"] * 2),
         ("lbfgs", ["use a strategy with replica='rank'"] * 2),
         ("hooks", ["hooks=False needs a strategy with replica='rank'"] * 2),
@@ -150,7 +159,10 @@ def changed(rank: int, case: str):
         one_step(model[0], optimizer, rank, 1)
 
 
-@pytest.mark.parametrize(("case", "message"), [("unfreeze", "1.weight was frozen when the run was attached"), ("group", "parameter groups changed after attach")])
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("unfreeze", "1.weight was frozen when the run was attached"), ("group", "parameter groups changed after attach")],
+)
 def test_parameters_that_appear_after_attach_are_detected(case, message):
     assert any(message in seen for seen in errors(2, changed, case=case))
 
@@ -185,7 +197,9 @@ def same_data(rank: int, spec: str, topology: list[list[int]]):
     return [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize(("spec", "topology"), [("localsgd:period=1", [[0], [1]]), ("allreduce", [[0, 1]]), ("daso:period=1", [[0], [1]])])
+@pytest.mark.parametrize(
+    ("spec", "topology"), [("localsgd:period=1", [[0], [1]]), ("allreduce", [[0, 1]]), ("daso:period=1", [[0], [1]])]
+)
 def test_ranks_that_see_the_same_data_are_warned_once(spec, topology):
     for seen in ranks(2, same_data, spec=spec, topology=topology):
         assert len(seen) == 1
@@ -220,7 +234,17 @@ def life(rank: int, spec: str, steps: int = 7):
     }
 
 
-SPECS = ["allreduce", "localsgd:period=2", "localsgd:period=3,delay=2", "daso", "daso:period=2,delay=2", "daso-paper", "delay-by-one", "localsgd:start=3", "localsgd:replica=node,local_period=2,period=2"]
+SPECS = [
+    "allreduce",
+    "localsgd:period=2",
+    "localsgd:period=3,delay=2",
+    "daso",
+    "daso:period=2,delay=2",
+    "daso-paper",
+    "delay-by-one",
+    "localsgd:start=3",
+    "localsgd:replica=node,local_period=2,period=2",
+]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -238,7 +262,15 @@ def test_a_run_from_attach_to_finish(spec):
     torch.testing.assert_close(first["inside"], mean, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("spec", "exchanges", "staleness"), [("localsgd:period=2", 3, 0), ("localsgd:period=3,delay=2", 2, 2), ("daso:period=2,delay=2", 3, 2), ("delay-by-one", 7, 1)])
+@pytest.mark.parametrize(
+    ("spec", "exchanges", "staleness"),
+    [
+        ("localsgd:period=2", 3, 0),
+        ("localsgd:period=3,delay=2", 2, 2),
+        ("daso:period=2,delay=2", 3, 2),
+        ("delay-by-one", 7, 1),
+    ],
+)
 def test_exchanges_and_staleness_are_what_the_strategy_says(spec, exchanges, staleness):
     for result in ranks(4, life, spec=spec):
         assert result["stats"]["exchanges"] == exchanges
@@ -365,7 +397,14 @@ def resumed(rank: int, spec: str, cut: int, total: int = 9):
     for step in range(cut):
         run.observe(one_step(model, optimizer, rank, step))
     saved = run.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
-    saved = saved[0], saved[1], {"state": {k: {n: t.clone() for n, t in v.items()} for k, v in saved[2]["state"].items()}, "param_groups": saved[2]["param_groups"]}
+    saved = (
+        saved[0],
+        saved[1],
+        {
+            "state": {k: {n: t.clone() for n, t in v.items()} for k, v in saved[2]["state"].items()},
+            "param_groups": saved[2]["param_groups"],
+        },
+    )
     run.finish()
 
     model, optimizer = build()
@@ -379,7 +418,16 @@ def resumed(rank: int, spec: str, cut: int, total: int = 9):
 
 
 @pytest.mark.parametrize("cut", [4, 5])
-@pytest.mark.parametrize("spec", ["daso:period=3,delay=2", "localsgd:period=2,delay=1", "delay-by-one", "daso:window=2,period=2,warmup=2,cooldown=3,total=9", "daso-paper:epoch=3"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "daso:period=3,delay=2",
+        "localsgd:period=2,delay=1",
+        "delay-by-one",
+        "daso:window=2,period=2,warmup=2,cooldown=3,total=9",
+        "daso-paper:epoch=3",
+    ],
+)
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(spec, cut):
     assert ranks(4, resumed, spec=spec, cut=cut) == [True] * 4
 
@@ -392,7 +440,9 @@ def other_state(rank: int, case: str):
         run.load_state_dict(state)
 
 
-@pytest.mark.parametrize(("case", "message"), [("version", "version 99, expected 1"), ("strategy", "belongs to the strategy localsgd")])
+@pytest.mark.parametrize(
+    ("case", "message"), [("version", "version 99, expected 1"), ("strategy", "belongs to the strategy localsgd")]
+)
 def test_a_state_of_something_else_is_refused(case, message):
     assert message in errors(1, other_state, case=case)[0]
 

@@ -42,7 +42,18 @@ def optimizer_for(name: str, net: nn.Module) -> torch.optim.Optimizer:
     return kinds[name](net.parameters())
 
 
-def train(rank: int, *, ddp: bool, spec: str = "allreduce", topology=None, optimizer="sgd", clip=False, accumulate=1, branches=False, steps=6):
+def train(
+    rank: int,
+    *,
+    ddp: bool,
+    spec: str = "allreduce",
+    topology=None,
+    optimizer="sgd",
+    clip=False,
+    accumulate=1,
+    branches=False,
+    steps=6,
+):
     """The same loop with DDP or with loosestep; every parameter at the end."""
     torch.manual_seed(0)
     net = Net()
@@ -116,7 +127,9 @@ def test_a_parameter_that_no_rank_uses_keeps_no_gradient():
 
 def sparse(rank: int):
     model = nn.Embedding(4, 2, sparse=True)
-    run = loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce", topology=Topology([[0, 1]]), deadline=5)
+    run = loosestep.attach(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce", topology=Topology([[0, 1]]), deadline=5
+    )
     with run:
         model(torch.tensor([1])).sum().backward()
 

@@ -36,7 +36,18 @@ def uneven(rank: int, spec: str, steps: list[int], topology: list[list[int]]):
     return flat(model), run.stats
 
 
-SPECS = ["allreduce", "localsgd:period=2", "localsgd:period=3,delay=2", "daso:period=2", "daso-paper:period=2", "delay-by-one", "localsgd:start=3,period=2", "daso:period=2,warmup=4", "daso:period=3,cooldown=4,total=8", "localsgd:replica=node,local_period=2,period=2"]
+SPECS = [
+    "allreduce",
+    "localsgd:period=2",
+    "localsgd:period=3,delay=2",
+    "daso:period=2",
+    "daso-paper:period=2",
+    "delay-by-one",
+    "localsgd:start=3,period=2",
+    "daso:period=2,warmup=4",
+    "daso:period=3,cooldown=4,total=8",
+    "localsgd:replica=node,local_period=2,period=2",
+]
 
 
 @pytest.mark.parametrize("steps", [[8, 8, 8, 5], [5, 8, 8, 8], [3, 3, 8, 8], [8, 2, 5, 0]], ids=str)
@@ -115,12 +126,24 @@ def scaled(rank: int, spec: str, bad: dict[int, list[int]], fused: bool):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("spec", ["daso:period=2", "daso:period=3,delay=3", "localsgd:period=3,delay=1", "delay-by-one", "allreduce", "daso:period=2,cooldown=4,total=10"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "daso:period=2",
+        "daso:period=3,delay=3",
+        "localsgd:period=3,delay=1",
+        "delay-by-one",
+        "allreduce",
+        "daso:period=2,cooldown=4,total=10",
+    ],
+)
 def test_a_step_skipped_by_grad_scaler_on_one_rank_mismatches_nobody(spec, fused):
     results = ranks(4, scaled, spec=spec, bad={1: [2, 5], 2: [5]}, fused=fused)
     assert all(torch.equal(end, results[0][0]) for end, _ in results)
     assert results[0][0].isfinite().all()
     if not fused:
-        skipped = {"allreduce": [2, 2, 2, 2]}.get(spec, [0, 2, 1, 0] if spec.startswith(("localsgd", "delay")) else [2, 2, 1, 1])
+        skipped = {"allreduce": [2, 2, 2, 2]}.get(
+            spec, [0, 2, 1, 0] if spec.startswith(("localsgd", "delay")) else [2, 2, 1, 1]
+        )
         if "cooldown" not in spec:
             assert [10 - steps for _, steps in results] == skipped

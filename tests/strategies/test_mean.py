@@ -29,7 +29,9 @@ def make_topology(sizes: list[int]) -> Topology:
     return Topology([range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
 
 
-def final_replicas(spec: str, topology: Topology, steps: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def final_replicas(
+    spec: str, topology: Topology, steps: int, seed: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's parameters after `steps` steps, before finish, and the sum of the updates each rank made."""
 
     def body(run: Run, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +55,9 @@ def final_replicas(spec: str, topology: Topology, steps: int, seed: int, dtype: 
 @given(sizes=nodes, period=st.integers(1, 5), data=st.data(), steps=st.integers(1, 12), seed=st.integers(0, 99))
 def test_mean_is_untouched_by_daso_whatever_the_delay_and_the_nodes(sizes, period, data, steps, seed):
     delay = data.draw(st.integers(0, period))
-    replicas, moved = final_replicas(f"daso:period={period},delay={delay}", make_topology(sizes), steps, seed, torch.float64)
+    replicas, moved = final_replicas(
+        f"daso:period={period},delay={delay}", make_topology(sizes), steps, seed, torch.float64
+    )
     torch.testing.assert_close(replicas.mean(0), moved.mean(0), rtol=0, atol=1e-12)
 
 
@@ -71,7 +75,9 @@ def test_mean_is_untouched_by_local_sgd_whatever_the_delay_and_the_ranks(sizes, 
 @settings(max_examples=15, deadline=None)
 @given(sizes=nodes, steps=st.integers(1, 12), seed=st.integers(0, 99), replica=st.sampled_from(["rank", "node"]))
 def test_mean_is_untouched_by_delay_by_one(sizes, steps, seed, replica):
-    replicas, moved = final_replicas(f"delay-by-one:replica={replica}", make_topology(sizes), steps, seed, torch.float64)
+    replicas, moved = final_replicas(
+        f"delay-by-one:replica={replica}", make_topology(sizes), steps, seed, torch.float64
+    )
     torch.testing.assert_close(replicas.mean(0), moved.mean(0), rtol=0, atol=1e-12)
 
 
