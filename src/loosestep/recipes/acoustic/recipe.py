@@ -73,6 +73,8 @@ class AcousticOptions:
             require(getattr(self, name) >= 0, f"option {name} must be at least 0, got {getattr(self, name)}")
         for name in ("dropout", "speed"):
             require(0.0 <= getattr(self, name) < 1.0, f"option {name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("lr", "epochs"):
+            require(getattr(self, name) > 0, f"option {name} must be positive, got {getattr(self, name)}")
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import struct
 import subprocess
 import sys
@@ -23,9 +22,8 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from loosestep import checkpoint
-
 from ..base import Progress, RecipeError, no_progress
+from ..cache import cached
 from ..order import mix
 from .corpus import Corpus, Labels, Utterance
 from .features import BINS, log_mel
@@ -80,15 +78,8 @@ class _Line:
 
 def synthesise(speech: Speech, cache: Path, progress: Progress = no_progress) -> Corpus:
     """The corpus, from the cache or made now (some seconds). A damaged cache is made again."""
-    path = cache / f"speech-{_digest(speech)}"
-    if path.is_dir():
-        try:
-            return _from_state(checkpoint.read(path), speech)
-        except checkpoint.CheckpointError:
-            shutil.rmtree(path)
-    state = _make(speech, progress)
-    checkpoint.write(path, state)
-    return _from_state(checkpoint.read(path), speech)  # what others will read, should they have been faster
+    state = cached(cache / f"speech-{_digest(speech)}", lambda: _make(speech, progress))
+    return _from_state(state, speech)
 
 
 def _digest(speech: Speech) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -24,9 +23,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loosestep import checkpoint
-
 from ..base import Progress, RecipeError, no_progress
+from ..cache import cached
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
 
@@ -179,20 +177,16 @@ def _encoded_files(files: Sequence[tuple[Path, int]]) -> _Encoded:
 
 
 def _decoded(encoded: _Encoded, name: str, size: int, cache: Path, progress: Progress) -> Tensor:
-    folder = cache / f"images-{encoded.digest}-{size}"
-    if folder.is_dir():
-        try:
-            images: Tensor = checkpoint.read(folder)["images"]
-            return images
-        except checkpoint.CheckpointError:
-            shutil.rmtree(folder)  # damaged: decode again
-    images = torch.empty((len(encoded.labels), 3, size, size), dtype=torch.uint8)
-    for i in range(len(images)):
-        if i % 256 == 0:
-            progress(f"decoding {name}", i, len(images))
-        images[i] = torch.from_numpy(_pixels(encoded.read(i), encoded.where(i), size))
-    progress(f"decoding {name}", len(images), len(images))
-    checkpoint.write(folder, {"images": images})
+    def decode() -> dict[str, Tensor]:
+        images = torch.empty((len(encoded.labels), 3, size, size), dtype=torch.uint8)
+        for i in range(len(images)):
+            if i % 256 == 0:
+                progress(f"decoding {name}", i, len(images))
+            images[i] = torch.from_numpy(_pixels(encoded.read(i), encoded.where(i), size))
+        progress(f"decoding {name}", len(images), len(images))
+        return {"images": images}
+
+    images: Tensor = cached(cache / f"images-{encoded.digest}-{size}", decode)["images"]
     return images
 
 

@@ -53,7 +53,8 @@ class VisionOptions:
         for name in ("batch", "size"):
             require(getattr(self, name) >= 1, f"option {name} must be at least 1, got {getattr(self, name)}")
         require(self.crop >= 0, f"option crop must be at least 0, got {self.crop}")
-        require(self.width > 0, f"option width must be positive, got {self.width}")
+        for name in ("width", "lr", "epochs"):
+            require(getattr(self, name) > 0, f"option {name} must be positive, got {getattr(self, name)}")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
