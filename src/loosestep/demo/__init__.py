@@ -1,0 +1,1 @@
+"""`python -m loosestep.demo`: two emulated nodes with a slow link between them, torch's DDP against DASO."""
