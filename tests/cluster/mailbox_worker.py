@@ -1,15 +1,10 @@
-"""One rank of a gossip test, as a process of its own: `python mailbox_worker.py SCENARIO RANK WORLD PORT FOLDER OPTIONS`.
-
-It prints `ready` when its mailbox is up, reads one line (`go`) before it starts, and leaves RANK.npz and RANK.json.
-"""
+"""One rank of a gossip test, as a process of its own. It leaves RANK.npz and RANK.json in the folder of the test."""
 
 import json
 import os
 import resource
 import signal
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -60,8 +55,11 @@ class Worker:
         if header.kind not in WITH_VALUE:
             return False
         self.sent += 1
-        if self.rank == self.options.get("victim") and self.sent == self.options["kill_at"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.rank == self.options.get("victim") and self.sent >= self.options["kill_at"]:
+            if header.kind == Kind.REPLY or self.options.get(
+                "kill_anywhere"
+            ):  # a reply: applied here, and nobody will know
+                os.kill(os.getpid(), signal.SIGKILL)
         if self.drops and self.draw.random() < 0.1:
             self.drops -= 1
             return True
@@ -86,6 +84,7 @@ class Worker:
             gaps.append(time.monotonic() - last)
             last = time.monotonic()
         self.report.update(worst_gap=max(gaps), steps=number)
+        self.arrays["shadow"] = self.mailbox._shadow.flat()
         self.end()
 
     def end(self):
@@ -135,23 +134,18 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main():
-    scenario, rank, world, port, folder, options = sys.argv[1:]
-    options = json.loads(options)
+def work(scenario, rank, world, port, folder, options, ready):
+    """The process: `ready` is a connection that says when the mailbox is up and when to go."""
     torch.set_num_threads(1)
     if scenario == "memory":
         model = start_vector(0, options["size"], options["dtype"])  # touched, so it counts from the start
         options["baseline"] = peak()
         del model
-    worker = Worker(int(rank), int(world), int(port), Path(folder), options)
-    print("ready", flush=True)
-    sys.stdin.readline()
+    worker = Worker(rank, world, port, folder, options)
+    ready.send("ready")
+    ready.recv()
     getattr(worker, scenario)()
     worker.mailbox.close()
     np.savez(worker.folder / f"{rank}.npz", params=worker.params[0].numpy(), **worker.arrays)
     report = worker.report | {"events": worker.events}
     (worker.folder / f"{rank}.json").write_text(json.dumps(report, default=float))
-
-
-if __name__ == "__main__":
-    main()

@@ -154,7 +154,7 @@ class Courier:
             self._take(frame)
         for peer in news.dead:
             self._gone(peer, State.DEAD, "its process has ended")
-        for peer in news.connected:
+        for peer in news.again:
             self._again(peer, time.monotonic())
         for _ in range(news.strangers):
             self._reject("handshake", -1, "a connection that does not speak the protocol, or has no key")
@@ -389,8 +389,8 @@ class Courier:
             peer=peer,
             why=why,
             progress=self.members.peers[peer].progress,
-            unanswered=len(doubt.unanswered),
-            unconfirmed=len(doubt.unconfirmed),
+            unanswered=doubt.unanswered,
+            unconfirmed=doubt.unconfirmed,
             moved=doubt.moved,
             bound=doubt.bound,
         )

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from loosestep.comm.address import bind_host, is_loopback, port_range
 from loosestep.comm.courier import Courier, Pending, Timing
-from loosestep.comm.members import GONE, State
+from loosestep.comm.members import State
 from loosestep.comm.shadow import Fold, Shadow
 from loosestep.comm.transport import Curve, Transport
 from loosestep.comm.wire import HEADER_BYTES, Header, Wire, curve_pair, derive, key_bytes
@@ -171,8 +171,12 @@ class Mailbox:
         return self._courier.members.ranks(State.SUSPENDED)
 
     def dead(self) -> set[int]:
-        """Peers that are gone: killed, evicted, quarantined or left."""
-        return self._courier.members.ranks(*GONE)
+        """Peers that are gone without a word: killed, evicted or quarantined."""
+        return self._courier.members.ranks(State.DEAD)
+
+    def left(self) -> set[int]:
+        """Peers that have closed their mailbox in order."""
+        return self._courier.members.ranks(State.LEFT)
 
     @property
     def steps(self) -> int:

@@ -41,7 +41,7 @@ class Curve:
 class News:
     """What a wait brought, apart from frames."""
 
-    connected: set[int] = field(default_factory=set)
+    again: set[int] = field(default_factory=set)  # connections that are back
     dead: set[int] = field(default_factory=set)
     strangers: int = 0  # connections that failed their handshake
 
@@ -50,6 +50,7 @@ class News:
 class _Probe:
     due: float
     refusals: int = 0
+    delay: float = _PROBE_EVERY / 2
     socket: socket.socket | None = None
 
 
@@ -168,8 +169,9 @@ class Transport:
 
     def _watch(self, peer: int, event: Any, news: News) -> None:
         if event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+            if peer in self._probes:
+                news.again.add(peer)
             self._end_probe(peer)
-            news.connected.add(peer)
         elif peer not in self._probes:
             self._probes[peer] = _Probe(time.monotonic())
 
@@ -189,8 +191,11 @@ class Transport:
                 probe.due = now + (_PROBE_EVERY if outcome else 0.25)
                 continue
             self._hang_up(probe)
-            probe.refusals = probe.refusals + 1 if outcome == errno.ECONNREFUSED else 0
-            probe.due = now + (_PROBE_EVERY if probe.refusals else 0.5)
+            refused = outcome == errno.ECONNREFUSED
+            probe.refusals = probe.refusals + 1 if refused else 0
+            # A process that is just ending may still accept, so look again soon; less and less often if it lives.
+            probe.delay = _PROBE_EVERY if refused else min(0.5, 2 * probe.delay)
+            probe.due = now + probe.delay
             if probe.refusals >= _REFUSALS:
                 news.dead.add(peer)
                 self._end_probe(peer)
