@@ -28,8 +28,8 @@ PATIENCE = 600.0
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every rank.")] = 200,
-    bandwidth: Annotated[str, typer.Option(help="Of the link between the nodes.")] = "100mbit",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every rank.")] = 140,
+    bandwidth: Annotated[str, typer.Option(help="Of the link between the nodes.")] = "50mbit",
     daso: Annotated[str, typer.Option(help="The strategy beside DDP.")] = "daso:period=4,delay=3",
     width: Annotated[float, typer.Option(help="Multiplies the channels of the network.")] = 1.0,
     network: Annotated[bool, typer.Option(help="Emulate the link (Linux, root), or not.")] = True,
@@ -47,7 +47,7 @@ def main(
         tempfile.TemporaryDirectory() as folder,
     ):
         limited = lab.network is not None
-        link = f"a link of {bandwidth}/s between them" if limited else "no limit between them"
+        link = f"a link of {bandwidth} between them" if limited else "no limit between them"
         console.print(f"[bold]loosestep[/]: two nodes of two processes, {link}")
         console.print("Starting four processes ...", style="dim")
         command = [sys.executable, "-m", "loosestep.demo.worker", folder, "--steps", str(steps), "--daso", daso]

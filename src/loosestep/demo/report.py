@@ -81,12 +81,12 @@ def curves(outcomes: Sequence[Outcome]) -> Any:
                     mode="lines" if row == 1 else "lines+markers", line={"color": colour, "width": 2},
                 )  # fmt: skip
                 figure.add_trace(line, row=row, col=column)
-    figure.update_yaxes(type="log", title_text="training loss", row=1, col=1)
-    figure.update_yaxes(type="log", row=1, col=2)
+    figure.update_yaxes(type="log", dtick=1, row=1)
+    figure.update_yaxes(title_text="training loss", row=1, col=1)
     figure.update_yaxes(tickformat=".0%", row=2)
     figure.update_yaxes(title_text="test accuracy", row=2, col=1)
-    figure.update_xaxes(title_text="seconds", col=1)
-    figure.update_xaxes(title_text="gradients of all ranks", col=2)
+    figure.update_xaxes(title_text="seconds", rangemode="tozero", col=1)
+    figure.update_xaxes(title_text="gradients of all ranks", rangemode="tozero", col=2)
     return style(figure, height=620)
 
 
@@ -97,7 +97,7 @@ def timeline(outcomes: Sequence[Outcome]) -> Any:
     for outcome in outcomes:
         for diary in outcome.diaries:
             row = float(len(labels))
-            labels.append(f"{outcome.name}, node {diary.node}, rank {diary.rank}")
+            labels.append(f"{outcome.name}, node {diary.node}, rank {diary.rank} ")
             waits = [span for span in merged(diary.waits) if span[1] > 0]
             bars["waits"] += [(row, span) for span in waits]
             bars["computes"] += [(row, span) for span in between(waits, diary.seconds)]
