@@ -55,11 +55,11 @@ class Worker:
         if header.kind not in WITH_VALUE:
             return False
         self.sent += 1
-        if self.rank == self.options.get("victim") and self.sent >= self.options["kill_at"]:
-            if header.kind == Kind.REPLY or self.options.get(
-                "kill_anywhere"
-            ):  # a reply: applied here, and nobody will know
-                os.kill(os.getpid(), signal.SIGKILL)
+        hit = header.kind == Kind.REPLY or self.options.get(
+            "kill_anywhere"
+        )  # a reply: applied here, and nobody will know
+        if hit and self.rank == self.options.get("victim") and self.sent >= self.options["kill_at"]:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.drops and self.draw.random() < 0.1:
             self.drops -= 1
             return True
