@@ -1,0 +1,165 @@
+"""What every benchmark needs: its machine and versions, spreads, tables, ranks to run on, a section of RESULTS.md.
+
+A benchmark is one script: started by hand it starts itself once per rank and collects what rank 0 says with `say`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+TITLE = "# Measured\n\nEvery section is written by its script, on the machine and with the versions it names.\n"
+MARK = "@benchmark "
+
+
+# Figures ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeated measurements of one thing."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.values)
+
+    def text(self, form: str = ".2f", *, centre: str = "median") -> str:
+        """`3.10 (2.95-3.20)`: the median or mean, the least and the most."""
+        middle, least, most = getattr(self, centre), min(self.values), max(self.values)
+        return f"{middle:{form}} ({least:{form}}-{most:{form}})"
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> Spread:
+    """Of measurements made side by side: each is divided by the one of its own round."""
+    return Spread(tuple(value / other for value, other in zip(values, base, strict=True)))
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first column to the left, the others to the right, padded so that it reads as plain text too."""
+    widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths))
+    return "\n".join([line(headers), f"|{rule}|", *map(line, rows)])
+
+
+# The machine -----------------------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """One line: processor, cores, memory, load, versions."""
+    import torch
+
+    load = "/".join(f"{value:.1f}" for value in os.getloadavg())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return (
+        f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.system()} "
+        f"{platform.release().split('-')[0]}, load before the run {load}; Python {platform.python_version()}, "
+        f"torch {torch.__version__} (gloo, CPU)"
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+# Ranks -----------------------------------------------------------------------------------------------------------------
+
+
+def is_rank() -> bool:
+    """Whether this process is one of the ranks that `run_ranks` started."""
+    return "LOOSESTEP_BENCHMARK" in os.environ
+
+
+def say(**fields: Any) -> None:
+    """Tell the process that collects; rank 0 only, so call it anywhere."""
+    if os.environ.get("RANK", "0") == "0":
+        print(MARK + json.dumps(fields), flush=True)
+
+
+def run_ranks(
+    script: str,
+    settings: Mapping[str, Any],
+    *,
+    nodes: int = 2,
+    ranks_per_node: int = 2,
+    bandwidth: str | None = None,
+    show: Callable[[dict[str, Any]], str] = str,
+    timeout: float = 3600.0,
+) -> list[dict[str, Any]]:
+    """Run `script` once per rank, with `settings` for `settings_of_rank`; what rank 0 said. `show` makes progress lines.
+
+    With `bandwidth` every node is a network namespace with a cable of that rate; without, all share the loopback.
+    """
+    from loosestep.lab import Lab
+    from loosestep.launch import Rank
+
+    said: list[dict[str, Any]] = []
+
+    def hear(rank: Rank, line: str) -> None:
+        if rank.number == 0 and line.startswith(MARK):
+            said.append(json.loads(line.removeprefix(MARK)))
+            print(f"  {show(said[-1])}", flush=True)
+
+    with Lab(nodes, ranks_per_node, bandwidth=bandwidth, network=bandwidth is not None) as lab:
+        env = {"LOOSESTEP_BENCHMARK": json.dumps(settings), "OMP_NUM_THREADS": "1"}
+        with lab.start([sys.executable, script], env=env, output=hear) as job:
+            result = job.wait(timeout)
+        if result.first_failure is not None:
+            last = "\n".join(job.ranks[result.first_failure].output[-20:])
+            raise RuntimeError(f"rank {result.first_failure} failed:\n{last}")
+    return said
+
+
+def settings_of_rank() -> dict[str, Any]:
+    """What `run_ranks` was given."""
+    settings: dict[str, Any] = json.loads(os.environ["LOOSESTEP_BENCHMARK"])
+    return settings
+
+
+# RESULTS.md ------------------------------------------------------------------------------------------------------------
+
+
+def write_section(name: str, text: str, *, path: Path = RESULTS) -> None:
+    """Replace the section `name`, or append it; everything else stays as it is."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    before = path.read_text() if path.exists() else TITLE
+    section = f"{begin}\n{text.strip()}\n{end}"
+    head, found, rest = before.partition(begin)
+    if found:
+        _, closed, tail = rest.partition(end)
+        if not closed:
+            raise ValueError(f"{path} has '{begin}' without '{end}'; put the end mark back or remove the section")
+        path.write_text(head + section + tail)
+    else:
+        path.write_text(f"{before.rstrip()}\n\n{section}\n")
+
+
+def publish(name: str, text: str, *, quick: bool) -> None:
+    """Print the section; a full run also writes it down."""
+    print(f"\n{text}")
+    if not quick:
+        write_section(name, text)
+        print(f"\nwritten to {RESULTS.name}, section {name}")
