@@ -14,6 +14,8 @@ from loosestep.comm.base import Kind, Landed, Member, Offer, Pending, Scope
 from loosestep.comm.channel import ordered_sum
 from loosestep.comm.state import flatten, unflatten
 from loosestep.comm.world import World
+from loosestep.exchanges import CollectiveEngine
+from loosestep.learner import Learner
 from loosestep.replica import Replica
 from loosestep.run import Run
 from loosestep.strategies import strategy as read_strategy
@@ -96,7 +98,12 @@ class ThreadComm:
 
     def _land(self, offer: Offer, pending: Pending[Landed], number: int) -> None:
         copies = [tensor.to(offer.wire or tensor.dtype) for tensor in offer.vector]
-        mine = ([t.clone() for t in copies], offer.buffers.clone(), (float(offer.losses[0]), offer.losses[1]), self.step)
+        mine = (
+            [t.clone() for t in copies],
+            offer.buffers.clone(),
+            (float(offer.losses[0]), offer.losses[1]),
+            self.step,
+        )
         offers = self.hub.collect(("offer", number), self.rank, mine, tuple(range(self.hub.world)))
         weights = self.topology.weights
         even = len(set(weights)) == 1
@@ -141,7 +148,9 @@ def train(
         world = World(rank, topology, 20.0, "", None, owned=False)  # type: ignore[arg-type]
         replica = Replica(net, multiple=units.lanes * len(units.nodes))
         comm: Any = ThreadComm(hub, rank, units)
-        run = Run(net, [optimizer], strategy, world=world, comm=comm, replica=replica, trace=Trace(), hooks=True)
+        learner = Learner(net, [optimizer], strategy, replica, Trace())
+        engine = CollectiveEngine(learner, world=world, comm=comm)
+        run = Run(learner, engine, world=world, hooks=True, closed=lambda: None)
         results[rank] = body(run, rank)
         run._detach()
 

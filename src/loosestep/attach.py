@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -15,9 +15,14 @@ from torch.optim import Optimizer
 
 from loosestep.comm.collective import Collective
 from loosestep.comm.world import World, open_world
+from loosestep.engine import Engine
+from loosestep.exchanges import CollectiveEngine
+from loosestep.gossip import GossipEngine, NodeGossipEngine
+from loosestep.learner import Learner
 from loosestep.replica import Replica
 from loosestep.run import Run
-from loosestep.strategies import Strategy, strategy as read_strategy
+from loosestep.strategies import ADPSGD, Strategy
+from loosestep.strategies import strategy as read_strategy
 from loosestep.topology import Topology
 from loosestep.trace.events import Trace
 
@@ -47,32 +52,45 @@ def attach(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     world = open_world(topology, deadline=deadline)
     try:
-        chosen, replica = _prepare(world, model, optimizers, strategy, hooks=hooks)
+        chosen, replica, hosts = _prepare(world, model, optimizers, strategy, hooks=hooks)
     except BaseException:
         world.close()
         raise
     world.start_pulse()
-    trace = Trace()
-    units = world.topology.flat() if chosen.learner == "rank" else world.topology
-    comm = Collective(world, units, trace=trace, averages_gradients=chosen.averages_gradients)
-    run = Run(model, optimizers, chosen, world=world, comm=comm, replica=replica, trace=trace, hooks=hooks)
-    run.closed = lambda: _attached.discard(model)
+    learner = Learner(model, optimizers, chosen, replica, Trace())
+    try:
+        engine = _engine(world, learner, hosts, key=key, encrypt=encrypt)
+    except BaseException as error:
+        if world.pulse is not None:
+            world.pulse.fail(f"rank {world.rank} could not attach: {error}")
+        world.owned = False
+        raise
     _attached.add(model)
-    return run
+    return Run(learner, engine, world=world, hooks=hooks, closed=lambda: _attached.discard(model))
+
+
+def _engine(world: World, learner: Learner, hosts: list[str], *, key: str | None, encrypt: bool) -> Engine:
+    strategy = learner.strategy
+    if isinstance(strategy, ADPSGD):
+        kind = NodeGossipEngine if strategy.replica == "node" else GossipEngine
+        return kind(learner, strategy, world=world, neighbours=hosts.count(hosts[world.rank]), key=key, encrypt=encrypt)
+    units = world.topology.flat() if strategy.learner == "rank" else world.topology
+    comm = Collective(world, units, trace=learner.trace, averages_gradients=strategy.averages_gradients)
+    return CollectiveEngine(learner, world=world, comm=comm)
 
 
 def _prepare(
     world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy | str, *, hooks: bool
-) -> tuple[Strategy, Replica]:
+) -> tuple[Strategy, Replica, list[str]]:
     """Check everything on every rank before anything is sent; a problem on one rank is raised on all of them."""
     problem: Exception | None = None
-    report: dict[str, object] = {"problem": None}
+    report: dict[str, object] = {"problem": None, "host": socket.gethostname()}
     chosen, replica = None, None
     try:
         chosen = read_strategy(strategy)
         _check(world, model, optimizers, chosen, hooks=hooks)
         units = world.topology.flat() if chosen.learner == "rank" else world.topology
-        replica = Replica(model, multiple=units.lanes * len(units.nodes))
+        replica = Replica(model, multiple=_multiple(chosen, units))
         bad = replica.find_bad()
         if bad is not None:
             raise ValueError(
@@ -98,7 +116,12 @@ def _prepare(
             )
         if other["digest"] != reports[0]["digest"]:
             raise ValueError(_difference(world, rank))
-    return chosen, replica
+    return chosen, replica, [str(other["host"]) for other in reports]
+
+
+def _multiple(strategy: Strategy, units: Topology) -> int:
+    """What the flat vector's length must divide by: shards of lanes, chunks of replicas."""
+    return units.lanes if strategy.gossip else units.lanes * len(units.nodes)
 
 
 def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, hooks: bool) -> None:
@@ -139,6 +162,10 @@ def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy
             f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the model's (was the model moved or rebuilt after "
             "the optimizer was made?); build the optimizer from model.parameters()"
         )
+    if isinstance(strategy, ADPSGD):
+        strategy.graph(len(world.topology.nodes) if strategy.replica == "node" else world.topology.world)
+        if strategy.lockstep and strategy.replica == "node":
+            raise ValueError("lockstep=True is for tests with replica='rank'; got replica='node'")
     lockstep = strategy.averages_gradients and world.topology.world > 1
     if lockstep and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
         raise ValueError(
@@ -156,5 +183,3 @@ def _difference(world: World, rank: int) -> str:
             return f"the models differ between ranks: entry {position} is '{a}' on rank {rank} and '{b}' on rank 0; build the same model everywhere"
     return f"the models differ between ranks: {len(theirs)} tensors on rank {rank}, {len(first)} on rank 0; build the same model everywhere"
 
-
-__all__: list[Any] = ["attach"]

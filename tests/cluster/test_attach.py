@@ -458,7 +458,7 @@ def memory(rank: int):
             optimizer.zero_grad()
         gc.collect()
         mine = {p.data_ptr() for p in model.parameters()}
-        buckets = {b.flat.data_ptr() for b in run._averager._buckets}
+        buckets = {b.flat.data_ptr() for b in run._engine.averager._buckets}
         held = {}
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor) and thing.data_ptr() not in mine | buckets:

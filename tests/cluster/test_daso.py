@@ -37,8 +37,8 @@ def constant(rank: int, spec: str, nodes: int, steps: int):
             optimizer.zero_grad()
             model.w.sum().backward()
             optimizer.step()
-        if run.in_flight is not None:
-            run.fold()
+        if run._engine.in_flight is not None:
+            run._engine.fold()
         moved = (start - model.w.detach()).mean().item()
         exchanges = run.stats["exchanges"]
         run.finish()

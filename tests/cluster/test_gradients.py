@@ -146,7 +146,7 @@ def buckets(rank: int):
     model = nn.ParameterList([nn.Parameter(torch.zeros(300_000, dtype=dtype)) for dtype in dtypes])
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with loosestep.attach(model, opt, "allreduce", topology=Topology([[0, 1]]), deadline=10) as run:
-        sizes = [b.flat.numel() for b in run._averager._buckets]
+        sizes = [b.flat.numel() for b in run._engine.averager._buckets]
         sum((p * (0.5 * (rank + 1))).sum().double() for p in model).backward()
         gradients = [p.grad.clone() for p in model.parameters()]
         opt.step()

@@ -43,8 +43,8 @@ def final_replicas(
             run.model(gradient).backward()
             moved -= 0.1 * run.model.w.grad.double()
             run.optimizers[0].step()
-        if run._flight is not None:
-            run._flight.pending.wait(20)
+        if run._engine._flight is not None:
+            run._engine._flight.pending.wait(20)
         return run.model.w.detach().double().clone(), moved
 
     results = train(spec, topology, body, model=lambda rank: Weights(5, dtype))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class Channel:
         self._strangers = sum(node != here for node in nodes)  # members on other nodes
         self._right_is_stranger = nodes[(self.index + 1) % self.size] != here
         self._pulse = pulse
-        self._group: ProcessGroupGloo | None = None
+        self._group: Any = None  # a ProcessGroupGloo, whose operations torch's stubs do not know
         if self.size > 1 and pulse is not None:
             members = dist.PrefixStore(f"{name}/{'-'.join(map(str, self.ranks))}", store)
             try:

@@ -31,7 +31,7 @@ WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.fl
 class Channels:
     """The groups of one thread: the world, the ranks of this node, and this rank's lane (None beyond the last lane)."""
 
-    def __init__(self, name: str, *, world: World, replicas: Topology) -> None:
+    def __init__(self, name: str, *, world: World, replicas: Topology, lanes: int) -> None:
         rank, store = world.rank, world.connect()
 
         def channel(ranks: Sequence[int]) -> Channel:
@@ -39,11 +39,11 @@ class Channels:
             return Channel(ranks, rank, name=name, store=store, pulse=world.pulse, nodes=nodes)
 
         mates, index = replicas.mates(rank), replicas.local_index(rank)
-        self.lanes, self.replicas = replicas.lanes, len(replicas.nodes)
+        self.lanes = lanes
         self.world = channel(range(replicas.world))
         self.node = self.world if len(replicas.nodes) == 1 else channel(mates)
         self.lane: Channel | None = None
-        if index < replicas.lanes:
+        if index < lanes:
             lane = replicas.lane(index)
             self.lane = self.world if lane == self.world.ranks else channel(lane)
         self._distinct = {id(c): c for c in (self.world, self.node, self.lane) if c is not None}.values()
@@ -72,7 +72,9 @@ class Channels:
 class Collective:
     """The `Comm` of AllReduce, LocalSGD, DASO and DelayByOne."""
 
-    def __init__(self, world: World, topology: Topology, *, trace: Trace, averages_gradients: bool) -> None:
+    def __init__(
+        self, world: World, topology: Topology, *, trace: Trace, averages_gradients: bool, lanes: int | None = None
+    ) -> None:
         self.rank, self.topology = world.rank, topology
         self.member: Member | None = None
         self.step = 0  # the run keeps it current
@@ -82,13 +84,15 @@ class Collective:
         weights = topology.weights
         self._weights = None if len(set(weights)) == 1 else weights
         self._total = len(weights) if self._weights is None else sum(weights)
-        self._x = Channels("exchanges", world=world, replicas=topology)
-        self._g = Channels("gradients", world=world, replicas=topology) if averages_gradients else None
+        lanes = lanes or topology.lanes  # fewer when other nodes, which this comm does not know, are smaller
+        self._x = Channels("exchanges", world=world, replicas=topology, lanes=lanes)
+        self._g = Channels("gradients", world=world, replicas=topology, lanes=lanes) if averages_gradients else None
         self._exchanges = Stream("exchanges")
         self._gradients = Stream("gradients") if averages_gradients else None
         self._sequence = 0
         self._same = self._same_gradients = 0
         self._contributors = 1
+        self.present = list(range(topology.world))  # the ranks whose gradients were averaged in the last round
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -260,7 +264,11 @@ class Collective:
         same = len(present) > 1 and checksum != 0 and bool((present[:, CHECKSUM] == checksum).all())
         self._same_gradients = self._same_gradients + 1 if same else 0
         self.identical = self.identical or self._same_gradients >= 3
-        self._contributors = len(present)
+        self._took_part(rows, self._channels.world if scope == "world" else self._channels.node)
+
+    def _took_part(self, rows: torch.Tensor, channel: Channel) -> None:
+        self.present = [rank for rank, row in zip(channel.ranks, rows, strict=True) if row[KIND] == Kind.GRADIENTS]
+        self._contributors = len(self.present)
 
     def _serve(self, kind: Kind) -> None:
         """While this rank waits at `kind`: add zeros to its peers' gradient rounds, in the node, then in the world."""
@@ -281,8 +289,8 @@ class Collective:
             wide = bool((rows[rows[:, KIND] == top][:, SCOPE] == 1).any())
             if wide and channel is not self._channels.world:
                 rows = self._header(self._channels.world, kind)
-            self._contributors = int((rows[:, KIND] == Kind.GRADIENTS).sum())
             scope: Scope = "world" if wide else "node"
+            self._took_part(rows, self._channels.world if wide else channel)
             self.missed = "world" if "world" in (scope, self.missed) else "node"
             for flat in self.member.blank_buckets():
                 self._reduce(flat, scope)

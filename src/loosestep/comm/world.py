@@ -43,7 +43,23 @@ class World:
 
     def connect(self) -> dist.Store:
         """Another connection to the store, so that a long wait on it delays no heartbeat."""
-        return _connect(self.prefix, self.deadline)
+        return dist.PrefixStore(self.prefix, connect(self.store, timeout=self.deadline))
+
+    def inside_node(self) -> World:
+        """The ranks of this node as a world of their own, with a store of their own: other nodes may die."""
+        mates = self.topology.mates(self.rank)
+        local, name = mates.index(self.rank), f"node/{mates[0]}/port"
+        if len(mates) == 1:
+            return World(0, Topology([[0]]), self.deadline, self.prefix, dist.HashStore(), owned=False)
+        if local == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self.store.set(name, str(store.port))
+        else:
+            self.store.wait([name], timedelta(seconds=self.deadline))
+            store = dist.TCPStore("127.0.0.1", int(self.store.get(name)), is_master=False, wait_for_workers=False)
+        world = World(local, Topology([range(len(mates))]), self.deadline, self.prefix, store, owned=False)
+        world.start_pulse()
+        return world
 
     def start_pulse(self) -> None:
         """Begin to beat; the others are known to be here."""
@@ -65,7 +81,7 @@ def open_world(topology: Topology | None, *, deadline: float) -> World:
         _initialise(deadline)
     rank, world = dist.get_rank(), dist.get_world_size()
     prefix = f"loosestep/{next(_attachments)}"
-    shared = _connect(prefix, deadline)
+    shared = dist.PrefixStore(prefix, connect(dist.distributed_c10d._get_default_store(), timeout=deadline))
     if topology is None:
         # A process that was started by hand and initialised torch itself has no launcher: its host is its node.
         node = launch.node if launch.world == world else socket.gethostname()
@@ -73,10 +89,6 @@ def open_world(topology: Topology | None, *, deadline: float) -> World:
     elif topology.world != world:
         raise ValueError(f"the topology names {topology.world} ranks, but {world} processes were started")
     return World(rank, topology, deadline, prefix, shared, owned)
-
-
-def _connect(prefix: str, deadline: float) -> dist.Store:
-    return dist.PrefixStore(prefix, connect(dist.distributed_c10d._get_default_store(), timeout=deadline))
 
 
 def _initialise(deadline: float) -> None:

@@ -8,19 +8,21 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from loosestep.strategies.adpsgd import ADPSGD
 from loosestep.strategies.allreduce import AllReduce
 from loosestep.strategies.base import Strategy
 from loosestep.strategies.daso import DASO
 from loosestep.strategies.delaybyone import DelayByOne
 from loosestep.strategies.localsgd import LocalSGD
 
-__all__ = ["DASO", "AllReduce", "DelayByOne", "LocalSGD", "Strategy", "strategy"]
+__all__ = ["ADPSGD", "DASO", "AllReduce", "DelayByOne", "LocalSGD", "Strategy", "strategy"]
 
 STRATEGIES: dict[str, tuple[type[Strategy], Callable[..., Strategy]]] = {
     "allreduce": (AllReduce, AllReduce),
     "localsgd": (LocalSGD, LocalSGD),
     "daso": (DASO, DASO),
     "daso-paper": (DASO, DASO.paper),
+    "adpsgd": (ADPSGD, ADPSGD),
     "delay-by-one": (DelayByOne, DelayByOne),
 }
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from loosestep.comm.base import Landed, Scope
+from loosestep.comm.base import Landed, Scope, Vector
 from loosestep.replica import Replica
 
 State = dict[str, Any]
@@ -24,8 +24,10 @@ class Exchanges(Protocol):
     def in_flight(self) -> int | None:
         """The step at which the exchange in flight was started, None without one."""
 
-    def start(self, *, form: Literal["mean", "delta"] = "delta", lane: int | None = None) -> None:
-        """Take a snapshot and exchange it with all replicas in the background."""
+    def start(
+        self, *, form: Literal["mean", "delta"] = "delta", lane: int | None = None, vector: Vector | None = None
+    ) -> None:
+        """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the background."""
 
     def fold(self) -> None:
         """Wait for the exchange in flight and hand it to the strategy's `land`."""
@@ -38,6 +40,25 @@ class Exchanges(Protocol):
 
     def average_node(self) -> None:
         """Blocking, inside the node: parameters <- the mean of the node's ranks."""
+
+
+class Gossiping(Protocol):
+    """What a run offers a gossip strategy at a step boundary."""
+
+    def fold(self) -> None:
+        """y <- y + u; x <- y: what was averaged in the background lands, what was learned is published."""
+
+    def due(self) -> int:
+        """How many exchanges to begin now: `rate`, less when communication costs too much CPU."""
+
+    def exchange(self, round_number: int) -> None:
+        """Begin to average with this learner's partner in its round; never waits."""
+
+    def mix(self, round_number: int) -> None:
+        """One round in lockstep, with exactly the round's mixing matrix; waits for the neighbours."""
+
+    def wait_for(self, age: int) -> None:
+        """Wait for own exchanges that were begun `age` or more steps ago."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +82,19 @@ class Strategy:
         """The state before the first step."""
         return {"step": 0, "exchanges": 0}
 
+    def prepare(self, state: State, replica: Replica) -> None:
+        """Called once, when all replicas hold the same parameters."""
+
+    def truth(self, state: State, replica: Replica) -> Vector:
+        """The parameters this replica stands for (in new memory): those of the model, unless some are held back."""
+        return replica.snapshot(keep=False)
+
     def scope(self, state: State) -> Scope:
         """Over whom the gradients of the next backward are averaged."""
         return self.learner
 
-    def boundary(self, state: State, run: Exchanges) -> None:
-        """Called after every optimizer step."""
+    def boundary(self, state: State, run: Any) -> None:
+        """Called after every optimizer step; `run` is an `Exchanges`, or for gossip a `Gossiping`."""
         state["step"] += 1
 
     def land(self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from loosestep.strategies.base import Exchanges, State, Strategy, require_choice
+import torch
+
+from loosestep.comm.base import Landed, Vector
+from loosestep.replica import Replica
+from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelayByOne(Strategy):
     """`x_{k+1} = mean(x_k) - alpha g(x_k)`: models are averaged while the next gradient is computed, then both land.
 
-    With `older_gradient` the gradient is one step older still, `x_{k+1} = mean(x_k) - alpha g(x_{k-1})`: what lands is
-    held back for one step before the model that computes gradients sees it.
+    With `older_gradient` the gradient is one step older still, `x_{k+1} = mean(x_k) - alpha g(x_{k-1})`: the model that
+    computes gradients is held one step behind (and one more copy of the parameters is kept for it).
     """
 
     name: ClassVar[str] = "delay-by-one"
@@ -23,11 +27,40 @@ class DelayByOne(Strategy):
 
     def __post_init__(self) -> None:
         require_choice("replica", self.replica, ("rank", "node"))
-        require_choice("older_gradient", str(bool(self.older_gradient)), ("True", "False"))
+        require(
+            isinstance(self.older_gradient, bool), f"older_gradient must be true or false, got {self.older_gradient!r}"
+        )
+
+    def prepare(self, state: State, replica: Replica) -> None:
+        """x_{-1} = x_0"""
+        if self.older_gradient:
+            state["behind"] = replica.snapshot(keep=False)
+            state["ahead"] = replica.snapshot(keep=False)
 
     def boundary(self, state: State, run: Exchanges) -> None:
         """Land the average of the last step's models, send this step's."""
         state["step"] += 1
+        if run.in_flight is None and self.older_gradient:  # the first step: all models were equal, their mean is x_0
+            run.start(form="mean", vector=state["ahead"])
         if run.in_flight is not None:
             run.fold()
-        run.start()
+        run.start(**self.form(state), vector=state["ahead"] if self.older_gradient else None)
+
+    def form(self, state: State) -> dict[str, Any]:
+        """The older form needs the mean itself."""
+        return {"form": "mean" if self.older_gradient else "delta"}
+
+    def land(self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int) -> None:
+        """x_{k+1} <- mean(x_k) + u"""
+        if not self.older_gradient:
+            replica.fold(landed.vector)
+            return
+        moved = replica.snapshot(keep=False)  # x_{k-1} + u
+        torch._foreach_sub_(moved, state["behind"])
+        torch._foreach_add_(moved, landed.vector)
+        replica.assign(state["ahead"])  # the next gradient is computed at x_k
+        state["behind"], state["ahead"] = state["ahead"], moved
+
+    def truth(self, state: State, replica: Replica) -> Vector:
+        """The newest model, which no gradient was computed at yet."""
+        return [t.clone() for t in state["ahead"]] if self.older_gradient else replica.snapshot(keep=False)

@@ -36,7 +36,7 @@ class Totals:
     bytes_between_nodes: int = 0
     wait_seconds: float = 0.0
     exchange_seconds: float = 0.0
-    staleness_sum: int = 0
+    staleness_sum: float = 0.0
     staleness_max: int = 0
     consensus_distance: float = 0.0
 
@@ -56,7 +56,7 @@ class Totals:
         elif kind == "fold":
             self.folds += 1
             self.staleness_sum += fields["staleness"]
-            self.staleness_max = max(self.staleness_max, fields["staleness"])
+            self.staleness_max = max(self.staleness_max, fields.get("staleness_max", fields["staleness"]))
         elif kind == "join":
             self.joins += 1
         elif kind == "distance":

@@ -1,0 +1,321 @@
+"""The collective engine: exchanges that all replicas take part in, started and folded as the strategy says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from loosestep.comm.base import Comm, Invitation, Kind, Landed, Offer, Pending, Scope, Vector
+from loosestep.comm.world import World
+from loosestep.gradients import GradientAverager
+from loosestep.learner import Learner
+
+
+@dataclass
+class Flight:
+    """An exchange in the air."""
+
+    step: int
+    pending: Pending[Landed]
+
+
+class CollectiveEngine:
+    """Drives AllReduce, LocalSGD, DASO and DelayByOne over a `Comm`; is their `Exchanges` and the comm's `Member`."""
+
+    def __init__(self, learner: Learner, *, world: World, comm: Comm) -> None:
+        self._learner, self._world, self._comm = learner, world, comm
+        self._strategy, self._replica, self.trace = learner.strategy, learner.replica, learner.trace
+        self._flight: Flight | None = None
+        self.averager: GradientAverager | None = None
+        comm.member = self
+        align(learner, comm)
+        self._strategy.prepare(self.state, self._replica)
+        if self._strategy.averages_gradients and world.topology.world > 1:
+            self.averager = GradientAverager(
+                self._replica.params,
+                comm,
+                multiple=comm.topology.lanes * len(comm.topology.nodes),
+                scope=lambda: self._widest(self._strategy.scope(self.state)),
+                waited=lambda seconds: self.trace.emit("wait", seconds=seconds, reason="gradients"),
+            )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._learner.state
+
+    # The run's side (`Engine`) ----------------------------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """An optimizer step was made."""
+        step = self.state["step"] + 1
+        if self._world.pulse is not None:
+            self._world.pulse.check()
+            self._world.pulse.step = step
+        self._comm.step = step
+        self._strategy.boundary(self.state, self)
+
+    def enter_consensus(self) -> Callable[[], None]:
+        """Put the mean of all replicas into the model; what is returned puts everything back."""
+        self._reach(Kind.CONSENSUS)
+        mean = self._mean()
+        stash, buffers = self._replica.snapshot(keep=False), self._replica.pack_buffers()
+        self._adopt_mean(mean)
+
+        def restore() -> None:
+            self._replica.assign(stash)
+            self._replica.assign_buffers(buffers)
+
+        return restore
+
+    def finish(self) -> None:
+        """Drain what is in flight and leave the same parameters on every rank."""
+        if self._flight is not None:
+            self.fold()
+        self._reach(Kind.FINISH)
+        mean = self._mean()
+        exact: dict[str, Any] = {"counting": list(self._replica.counting)}
+        if self._strategy.learner == "world":
+            exact["vector"] = self._replica.snapshot()
+        exact = self._comm.broadcast_state(exact, root=0)
+        self._adopt_mean(mean)
+        if "vector" in exact:
+            self._replica.assign(exact["vector"])
+        for buffer, value in zip(self._replica.counting, exact["counting"], strict=True):
+            buffer.copy_(value)
+        self._comm.close()
+
+    def abort(self, reason: str, culprit: int | None) -> None:
+        """End at once; tell the others why."""
+        self._comm.abort(reason, culprit)
+
+    def global_steps(self) -> int:
+        """All ranks step about as often as this one."""
+        return int(self.state["step"]) * self._world.topology.world
+
+    def stats(self) -> dict[str, Any]:
+        """The period in force."""
+        return {"period": self.state.get("period", getattr(self._strategy, "period", None))}
+
+    def advice(self) -> str | None:
+        """Ranks that do exactly the same learn nothing from each other."""
+        if not self._comm.identical:
+            return None
+        return (
+            "several ranks computed exactly the same so far: they probably see the same data. Give each rank its own part, for "
+            "instance with torch.utils.data.DistributedSampler"
+        )
+
+    def save(self) -> dict[str, Any]:
+        """The exchange in flight, waited for and not folded."""
+        if self._flight is None:
+            return {"flight": None}
+        landed = self._flight.pending.wait()
+        flight = {"step": self._flight.step, **vars(landed), "vector": [t.clone() for t in landed.vector]}
+        return {"flight": copy.copy(flight)}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """The inverse of `save`."""
+        self._comm.step = self.state["step"]
+        self._flight = None
+        if saved["flight"] is None:
+            return
+        fields = dict(saved["flight"])
+        step, vector = fields.pop("step"), self._replica.snapshot()
+        for kept, stored in zip(vector, fields.pop("vector"), strict=True):
+            kept.copy_(stored)
+        landing: Pending[Landed] = Pending()
+        landing.fulfil(Landed(vector=vector, **fields))
+        self._flight = Flight(step, landing)
+
+    # The strategy's side (`Exchanges`) --------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step at which the exchange in flight was started."""
+        return None if self._flight is None else self._flight.step
+
+    def start(
+        self, *, form: Literal["mean", "delta"] = "delta", lane: int | None = None, vector: Vector | None = None
+    ) -> None:
+        """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the background."""
+        assert self._flight is None, "an exchange is folded before the next one starts"
+        offer = self._offer(form=form, lane=lane)
+        if vector is not None:
+            torch._foreach_copy_(offer.vector, vector)
+        self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
+        self._flight = Flight(self.state["step"], self._comm.all_reduce(offer))
+
+    def fold(self) -> None:
+        """Wait for the exchange in flight and hand it to the strategy."""
+        assert self._flight is not None
+        flight, start = self._flight, self._comm.now()
+        landed = flight.pending.wait()
+        self.trace.emit("wait", seconds=self._comm.now() - start, reason="fold")
+        self._flight = None
+        self._land(landed, staleness=self.state["step"] - flight.step)
+
+    def gather(self) -> None:
+        """Wait for all replicas and make each of them their mean."""
+        if self._flight is not None:
+            self.fold()
+        self._comm.meet(Kind.GATHER)
+        self._gather()
+
+    def average(self, *, wire: torch.dtype | None = None) -> None:
+        """Blocking: parameters <- mean, sent as `wire`."""
+        start = self._comm.now()
+        offer = self._offer(form="mean", wire=wire)
+        landed = self._comm.all_reduce(offer).wait()
+        self.trace.emit("wait", seconds=self._comm.now() - start, reason="average")
+        self._adopt_mean(landed)
+
+    def average_node(self) -> None:
+        """Blocking, inside the node: parameters <- the mean of the node's ranks."""
+        if len(self._world.topology.mates(self._comm.rank)) == 1:
+            return
+        start, vector = self._comm.now(), self._replica.snapshot(keep=False)
+        self._comm.open_round("node", 0.0)
+        for flat in vector:
+            self._comm.reduce(flat, "node").wait()
+        self.trace.emit("wait", seconds=self._comm.now() - start, reason="node")
+        self._replica.assign(vector)
+
+    # Communication's side (`Member`) ----------------------------------------------------------------------------------
+
+    def join(self, invitation: Invitation) -> None:
+        """Take part in a round that others are at while this rank waits at a lower kind."""
+        if self._flight is not None:
+            self.fold()
+        if invitation.kind is Kind.EXCHANGE:
+            form: Literal["mean", "delta"] = self._strategy.form(self.state).get("form", "delta")
+            offer = self._offer(form=form, lane=invitation.lane, wire=invitation.wire)
+            self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
+            landed = self._comm.average(offer)
+            self.trace.emit("landed", seconds=landed.seconds)
+            self._land(landed, staleness=0)
+        elif invitation.kind is Kind.GATHER:
+            self._gather()
+        else:
+            self._equalise()
+            self._mean()
+
+    def blank_buckets(self) -> Iterable[torch.Tensor]:
+        """Zeros in the shape of what this node's ranks average every step."""
+        if self.averager is None:
+            return []
+        if self._strategy.scope(self.state) == "rank":  # parameters, averaged inside the node now and then
+            return [torch.zeros_like(flat) for flat in self._replica.snapshot(keep=False)]
+        return self.averager.blank_buckets()
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _offer(
+        self, *, form: Literal["mean", "delta"], lane: int | None = None, wire: torch.dtype | None = None
+    ) -> Offer:
+        self.state["exchanges"] += 1
+        return Offer(
+            vector=self._replica.snapshot(),
+            buffers=self._replica.pack_buffers(),
+            form=form,
+            lane=None if lane is None else lane % self._comm.topology.lanes,
+            wire=wire,
+            losses=self._learner.losses.take(),
+        )
+
+    def _land(self, landed: Landed, *, staleness: int) -> None:
+        replicas = len(self._comm.topology.nodes)
+        self._strategy.land(self.state, self._replica, landed, staleness=staleness, replicas=replicas)
+        self._replica.assign_buffers(landed.buffers)
+        self.trace.emit("fold", staleness=staleness, step=self.state["step"])
+        self.trace.emit("distance", value=landed.distance)
+
+    def _gather(self) -> None:
+        """All replicas are here: each becomes their mean, momentum included, so that they stay equal in lockstep."""
+        self._adopt_mean(self._mean())
+        self._average_optimizers()
+        self._strategy.gathered(self.state)
+        self.trace.emit("phase", name="cool-down", step=self.state["step"])
+
+    def _reach(self, kind: Kind) -> None:
+        start = self._comm.now()
+        self._comm.meet(kind)
+        self.trace.emit("wait", seconds=self._comm.now() - start, reason=kind.name.lower())
+        self._equalise()
+
+    def _mean(self) -> Landed:
+        """The mean of all replicas, in new memory; when all ranks are one replica it has nothing to average but buffers."""
+        vector = [] if self._strategy.learner == "world" else self._strategy.truth(self.state, self._replica)
+        settle = self._strategy.learner == "node" and self._strategy.scope(self.state) == "rank"
+        return self._comm.average(
+            Offer(vector=vector, buffers=self._replica.pack_buffers(), form="mean", settle=settle)
+        )
+
+    def _adopt_mean(self, mean: Landed) -> None:
+        if mean.vector:
+            self._replica.assign(mean.vector)
+            self.trace.emit("distance", value=mean.distance)
+        self._replica.assign_buffers(mean.buffers)
+
+    def _equalise(self) -> None:
+        """Ranks that were away while their replica stepped take over everything from the one that made most steps."""
+        scopes: list[Scope] = ["rank", "node", "world"]
+        standings = self._comm.census(scopes.index(self._comm.missed), self.state["step"])
+        widest = scopes[int(max(missed for missed, _ in standings))]
+        if widest == "rank":
+            return
+        if self._flight is not None:
+            self.fold()
+        mates = range(len(standings)) if widest == "world" else self._comm.topology.mates(self._comm.rank)
+        if any(standings[rank][0] for rank in mates):
+            leader = max(mates, key=lambda rank: (standings[rank][1], -rank))
+            received = self._comm.broadcast_state(self._whole_state(), root=leader, scope=widest)
+            if leader != self._comm.rank:
+                self._take_over(received)
+        self._comm.missed = "rank"
+
+    def _average_optimizers(self) -> None:
+        moments = self._learner.state_tensors()
+        size = sum(moment.numel() for moment in moments)
+        if len({tuple(row) for row in self._comm.census(len(moments), size)}) > 1 or not moments:
+            return  # replicas that use different parameters hold different moments: they stay local
+        multiple = self._comm.topology.lanes * len(self._comm.topology.nodes)
+        wide = torch.float64 if any(moment.dtype == torch.float64 for moment in moments) else torch.float32
+        flat = torch.cat([moment.detach().reshape(-1).to(wide) for moment in moments])
+        vector = [torch.nn.functional.pad(flat, (0, -size % multiple))]
+        self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
+        for moment, mean in zip(moments, vector[0][:size].split([m.numel() for m in moments]), strict=True):
+            moment.copy_(mean.view(moment.shape))
+
+    def _whole_state(self) -> dict[str, Any]:
+        return {
+            "vector": self._replica.snapshot(keep=False),
+            "optimizers": [optimizer.state_dict() for optimizer in self._learner.optimizers],
+            "state": self.state,
+        }
+
+    def _take_over(self, whole: dict[str, Any]) -> None:
+        self._replica.assign(whole["vector"])
+        for optimizer, state in zip(self._learner.optimizers, whole["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self._learner.state = whole["state"]
+        self._comm.step = self.state["step"]
+
+    def _widest(self, scope: Scope) -> Scope:
+        """A scope in which this rank is alone needs no communication."""
+        if scope == "node" and len(self._comm.topology.mates(self._comm.rank)) == 1:
+            return "rank"
+        return scope
+
+
+def align(learner: Learner, comm: Comm) -> None:
+    """All replicas start from rank 0's parameters and buffers, frozen ones included."""
+    tensors = [*learner.model.parameters(), *learner.replica.floating, *learner.replica.counting]
+    received = comm.broadcast_state({"tensors": tensors}, root=0)
+    with torch.no_grad():
+        for mine, first in zip(tensors, received["tensors"], strict=True):
+            if mine is not first:
+                mine.copy_(first)

@@ -1,0 +1,82 @@
+"""AD-PSGD: asynchronous decentralised parallel SGD (Lian et al., 1710.06952; for acoustic models 2110.11199).
+
+In the papers' letters: `X_{k+1} = X_k T_k - alpha G(X_{k - tau_k})`. Every learner computes gradients on its own model
+while its communication thread averages a shadow of it with neighbours; T_k is one pair of learners at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from loosestep.graphs import TOPOLOGIES, Gossip
+from loosestep.strategies.base import Gossiping, State, Strategy, require, require_choice, require_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ADPSGD(Strategy):
+    """Learners average with one neighbour at a time, in the background; a slow or dead one delays nobody.
+
+    `topology`: "ring", "random-ring" (a new permutation every round, from `seed` and round), "pairs", "exponential", a
+    graph {learner: neighbours} or a symmetric, doubly stochastic matrix. `rate`: the most exchanges a learner begins per
+    step; fewer when communication would take more than `cpu_share` of the process's CPU. `max_staleness`: wait for own
+    exchanges that are as many steps old. `lockstep`: rounds of exactly the mixing matrix, waiting, for tests.
+    `average_momentum`: the optimizer's momentum is averaged too. `replica="node"`: the ranks of a node are one learner:
+    gradients are averaged inside, local rank k exchanges shard k.
+    """
+
+    name: ClassVar[str] = "adpsgd"
+    gossip: ClassVar[bool] = True
+
+    topology: str | Mapping[int, Sequence[int]] | Sequence[Sequence[float]] = "ring"
+    rate: float = 1.0
+    max_staleness: int | None = None
+    lockstep: bool = False
+    average_momentum: bool = False
+    replica: Literal["rank", "node"] = "rank"
+    seed: int = 0
+    cpu_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.topology, str):
+            known = ", ".join(TOPOLOGIES)
+            require(
+                self.topology in TOPOLOGIES,
+                f"unknown topology {self.topology!r}; valid are {known}, a graph {{rank: neighbours}} or a mixing matrix",
+            )
+        require(
+            isinstance(self.rate, int | float) and 0 < self.rate <= 16,
+            f"rate must be above 0 and at most 16 exchanges per step, got {self.rate!r}",
+        )
+        if self.max_staleness is not None:
+            require_count("max_staleness", self.max_staleness, least=1)
+        for field in ("lockstep", "average_momentum"):
+            require(
+                isinstance(getattr(self, field), bool), f"{field} must be true or false, got {getattr(self, field)!r}"
+            )
+        require_choice("replica", self.replica, ("rank", "node"))
+        require_count("seed", self.seed, least=0)
+        require(0 < self.cpu_share <= 1, f"cpu_share must be above 0 and at most 1, got {self.cpu_share}")
+
+    def graph(self, learners: int) -> Gossip:
+        """Who is whose neighbour; refuses a graph that does not fit the number of learners."""
+        return Gossip(self.topology, range(learners), seed=self.seed)
+
+    def begin(self) -> State:
+        """No step, no round."""
+        return {"step": 0, "round": 0}
+
+    def boundary(self, state: State, run: Gossiping) -> None:
+        """One step of a learner."""
+        state["step"] += 1
+        if self.lockstep:
+            run.mix(state["round"])
+            state["round"] += 1
+            return
+        run.fold()
+        for _ in range(run.due()):
+            run.exchange(state["round"])
+            state["round"] += 1
+        if self.max_staleness is not None:
+            run.wait_for(self.max_staleness)
