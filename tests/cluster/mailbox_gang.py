@@ -32,11 +32,12 @@ class Gang:
         self.n, self.folder = n, folder
         start_server()
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        meeting = str(folder / "store") if "namespaces" in options else self.store.port
         pipes = [processes.Pipe() for _ in range(n)]
         self.pipes = [mine for mine, _ in pipes]
         self.processes = [
             processes.Process(
-                target=mailbox_worker.work, args=(scenario, rank, n, self.store.port, folder, options, pipes[rank][1])
+                target=mailbox_worker.work, args=(scenario, rank, n, meeting, folder, options, pipes[rank][1])
             )
             for rank in range(n)
         ]

@@ -1,5 +1,6 @@
 """One rank of a gossip test, as a process of its own. It leaves RANK.npz and RANK.json in the folder of the test."""
 
+import ctypes
 import json
 import os
 import resource
@@ -8,7 +9,7 @@ import time
 
 import numpy as np
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import FileStore, TCPStore
 
 from loosestep.comm.courier import Timing
 from loosestep.comm.mailbox import Mailbox
@@ -25,7 +26,7 @@ class Worker:
         self.params = [start_vector(rank, options["size"], options.get("dtype", "float64"))]
         self.sent = 0
         self.draw = np.random.default_rng(rank)
-        store = TCPStore("127.0.0.1", port, None, False)
+        store = FileStore(port, world) if isinstance(port, str) else TCPStore("127.0.0.1", port, None, False)
         self.mailbox = Mailbox(
             store,
             rank,
@@ -130,6 +131,14 @@ def start_vector(seed, size, dtype):
     return torch.randn(size, dtype=getattr(torch, dtype), generator=torch.Generator().manual_seed(seed))
 
 
+def enter(namespace):
+    """Go into a network namespace; the threads that start later follow."""
+    libc, handle = ctypes.CDLL(None, use_errno=True), os.open(namespace, os.O_RDONLY)
+    if libc.setns(handle, 0x40000000) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    os.close(handle)
+
+
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -137,6 +146,9 @@ def peak():
 def work(scenario, rank, world, port, folder, options, ready):
     """The process: `ready` is a connection that says when the mailbox is up and when to go."""
     torch.set_num_threads(1)
+    if "namespaces" in options:
+        enter(options["namespaces"][rank])
+        os.environ["MASTER_ADDR"] = options["master"]
     if scenario == "memory":
         model = start_vector(0, options["size"], options["dtype"])  # touched, so it counts from the start
         options["baseline"] = peak()

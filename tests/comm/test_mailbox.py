@@ -236,6 +236,29 @@ def test_finish_waits_for_the_slow_and_answers_them_meanwhile():
         torch.testing.assert_close(c.params[0][0], c.start / 2)
 
 
+def test_a_rank_that_says_drained_begins_no_chunk_that_was_still_waiting():
+    """Lost ACKs fill the cache, so rank 0 must wait with its chunks; when it ends, they must not follow later."""
+    deaf = threading.Event()
+    deaf.set()
+
+    def lose(rank):
+        return lambda header: rank == 1 and header.kind == Kind.ACK and deaf.is_set()
+
+    with cluster(2, size=20 * CHUNK_BYTES // 8, lose=lose) as c:
+        link = c.boxes[0]._courier.links[1]
+        c.boxes[1].exchange(0)
+        wait_until(lambda: link.edge.cached == 2 * link.edge.window)
+        waiting = c.boxes[0].exchange(1)
+        ended = c.pool.submit(c.boxes[0].finish, c.params[0], 15)
+        wait_until(lambda: c.boxes[0]._courier.ending.drained)
+        assert link.transfer is None
+        assert waiting.wait(5)
+        deaf.clear()
+        c.boxes[1].finish(c.params[1], 15)
+        ended.result()
+        torch.testing.assert_close(c.params[0][0], c.start / 2, rtol=0, atol=1e-13)
+
+
 POINTS = {
     "before it collects": lambda h: h.kind == Kind.ASK and h.topic == Topic.FINAL,
     "while it collects": lambda h: h.kind == Kind.ASK and h.topic == Topic.FINAL and h.chunk == 2,

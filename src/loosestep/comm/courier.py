@@ -210,6 +210,14 @@ class Courier:
         link.moved = time.monotonic()
         self._pump(peer)
 
+    def finish(self) -> None:
+        """Begin nothing more. Chunks under way are completed, and only then is this rank drained."""
+        self.ending.done = True
+        for peer, link in self.links.items():
+            if link.transfer is not None:
+                link.transfer.waiting.clear()
+                self._advance(peer)
+
     def consensus(self, out: Array, pending: Pending) -> None:
         def use(chunk: int, values: dict[int, Array]) -> None:
             average(self.shadow, chunk, {**values, self.rank: self.shadow.read(chunk).value}, out)
@@ -289,12 +297,12 @@ class Courier:
             link.moved, link.patience = time.monotonic(), self._timing.retry
         self._advance(peer, header.chunk)
 
-    def _advance(self, peer: int, chunk: int) -> None:
+    def _advance(self, peer: int, chunk: int | None = None) -> None:
         link = self.links[peer]
         transfer = link.transfer
         if transfer is None:
             return
-        if link.edge.finished(chunk):
+        if chunk is not None and link.edge.finished(chunk):
             transfer.flying.discard(chunk)
         if not transfer.flying and not transfer.waiting:
             link.transfer = None

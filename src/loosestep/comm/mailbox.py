@@ -215,7 +215,7 @@ class Mailbox:
         self._check()
         self._shadow.boundary(params)
         courier = self._courier
-        self._do(lambda: setattr(courier.ending, "done", True))
+        self._do(courier.finish)
         self._wait(courier.ended, timeout, "the end of the run")
         if courier.evicted_by and not courier.members.present():
             raise ConnectionError(
