@@ -3,8 +3,15 @@
 import typer
 
 from loosestep.cli import lab, launch
+from loosestep.cli.report import report
+from loosestep.cli.resume import resume
+from loosestep.cli.train import train
 
 app = typer.Typer(no_args_is_help=True, help="Asynchronous, decentralised data-parallel training for PyTorch.")
+
+app.command("train")(train)
+app.command("report")(report)
+app.command("resume")(resume)
 
 # Everything after SCRIPT belongs to the script, also what looks like an option of ours.
 passes_on = {"allow_interspersed_args": False}

@@ -1,0 +1,79 @@
+"""`loosestep resume`: a run goes on where it was left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from loosestep.cli.launch import gentle_end
+from loosestep.cli.running import conclude, given_ranks, one_line_errors, prepare, run_folder, train_as_given
+from loosestep.cli.train import Nodes, RanksPerNode, short
+from loosestep.training.config import Config, TrainingError
+from loosestep.training.folder import RunFolder
+from loosestep.training.outcome import Outcome
+from loosestep.training.start import find_start, rearrange
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
+    gradients: Annotated[
+        int | None, typer.Option(help="Another budget, for instance to train a complete run longer.")
+    ] = None,
+    start: Annotated[bool, typer.Option(help="Go on now, or only get the run ready for other ranks.")] = True,
+) -> None:
+    """Continue a run from its newest intact checkpoints, after a crash, a kill or a reboot.
+
+    With the same ranks, collective strategies give bit for bit what the uninterrupted run would have given. With other
+    --nodes or --ranks-per-node all ranks start from the mean of the old ones.
+
+    Example: loosestep resume runs/vision-daso-1115-234501
+    """
+    console = Console(highlight=False)
+
+    def say(text: str) -> None:
+        console.print(f"[yellow]loosestep:[/] {escape(text)}", soft_wrap=True)
+
+    with one_line_errors(), gentle_end():
+        folder = RunFolder.open(run)
+        config = folder.config()
+        launch = given_ranks()
+        if launch is not None:
+            train_as_given(config, folder, launch, console)
+        config = lengthened(folder, config, gradients)
+        changed, done = rearrange(
+            folder,
+            config,
+            nodes=nodes or config.nodes,
+            ranks_per_node=ranks_per_node or config.ranks_per_node,
+            warn=say,
+        )
+        if done:
+            say(done)
+        if not start:
+            return
+        prepare(changed, console)
+        where = find_start(folder, changed, 0, lambda text: None)
+        at = "from the beginning, for there is no checkpoint" if where is None else f"at gradient {where.gradients}"
+        console.print(f"[bold]{escape(str(run))}[/] goes on {at} of {changed.gradients}", soft_wrap=True)
+        conclude(folder, run_folder(folder, console, f"{short(changed.recipe)}  {changed.strategy}"), console)
+
+
+def lengthened(folder: RunFolder, config: Config, gradients: int | None) -> Config:
+    """The run's budget, or another; a complete run needs another."""
+    if gradients is not None:
+        config = config.but(gradients=gradients)
+        config.write(folder.config_file)
+        return config
+    complete = folder.metrics_file.is_file() and any(line["kind"] == "final" for line in folder.metrics())
+    if complete:
+        made = Outcome.read(folder).gradients
+        raise TrainingError(
+            f"{folder.path} is complete ({made} gradients); train it longer with --gradients {2 * made}"
+        )
+    return config

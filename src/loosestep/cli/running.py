@@ -1,0 +1,179 @@
+"""What train, compare and resume have in common: check everything once, make the folder, run the ranks, say how it went."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+
+import loosestep
+from loosestep.checkpoint import CheckpointError
+from loosestep.cli.launch import refuse
+from loosestep.cli.screen import Screen, spell_quality, spell_time
+from loosestep.recipes import RecipeError, Task, find_recipe
+from loosestep.topology import Launch, detect_launch
+from loosestep.trace.report import write_report
+from loosestep.training.config import Config, TrainingError
+from loosestep.training.folder import RunFolder
+from loosestep.training.loop import budget
+from loosestep.training.outcome import Outcome
+from loosestep.training.rank import guarded, own_device
+from loosestep.training.watch import Ending, watch
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Mistakes of the user and problems of files are one line and exit code 2, never a traceback."""
+    try:
+        yield
+    except (TrainingError, RecipeError, CheckpointError) as error:
+        refuse(escape(str(error)))
+    except OSError as error:
+        refuse(escape(f"{error.filename or 'a file'}: {error.strerror or error}"))
+
+
+def given_ranks() -> Launch | None:
+    """What an outer launcher (torchrun, Slurm, Open MPI, loosestep launch or lab) said about this process."""
+    launch = detect_launch()
+    return None if launch.launcher == "none" else launch
+
+
+def prepare(config: Config, console: Console) -> Task[Any]:
+    """Build the task once, so that every mistake shows before a rank starts and everything that is cached is there."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bars: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                bars[what] = progress.add_task(what)
+                if not console.is_terminal:
+                    console.print(f"{what}: {total} ...", markup=False)
+            progress.update(bars[what], completed=done, total=total)
+
+        recipe = find_recipe(config.recipe)
+        device = own_device(config.device, 0)
+        return recipe.build(config.options, data=config.data_folder, seed=config.seed, device=device, progress=show)
+
+
+def settle(config: Config, task: Task[Any]) -> Config:
+    """The configuration as it is written: budget decided, paths absolute, the environment noted."""
+    recipe = config.recipe
+    if ":" in recipe:
+        file, _, function = recipe.rpartition(":")
+        recipe = f"{Path(file).resolve()}:{function}"
+    data = None if config.data is None else str(Path(config.data).resolve())
+    return config.but(
+        recipe=recipe, data=data, gradients=budget(config, task), epochs=None, environment=environment(),
+        command=config.command or shlex.join(["loosestep", *sys.argv[1:]]),
+    )  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a run was made."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "loosestep": loosestep.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": os.cpu_count() or 0,
+        "gpus": ", ".join(gpus) or "none",
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+    }
+
+
+def new_folder(path: Path, config: Config) -> RunFolder:
+    """Make the folder of a new run; one that is in use is refused."""
+    if (path / "config.toml").exists():
+        raise TrainingError(
+            f"{path} holds a run already; continue it with: loosestep resume {path}, or give another --name"
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(path)
+    config.write(folder.config_file)
+    return folder
+
+
+def run_folder(folder: RunFolder, console: Console, title: str) -> Ending:
+    """All ranks of a run, to the end."""
+    with Screen(console, title) as screen:
+        return watch(folder, show=screen.show, print_line=screen.print_line)
+
+
+def conclude(folder: RunFolder, ending: Ending, console: Console) -> None:
+    """Write the report and say how the run ended; exit if it did not."""
+    if not ending.complete:
+        saved = any((folder.path / "checkpoint").glob("generation-*/*"))
+        advice = f"; continue it with: loosestep resume {folder.path}" if saved and not ending.diverged else ""
+        Console(stderr=True, highlight=False).print(
+            f"[bold red]loosestep:[/] {escape(ending.problem + advice)}", soft_wrap=True
+        )
+        raise typer.Exit(1)
+    if ending.problem:
+        console.print(f"[yellow]loosestep:[/] {escape(ending.problem)}; the others went on without it", soft_wrap=True)
+    outcome = Outcome.read(folder)
+    write_report([outcome], folder.report_file, timeline=folder.timeline_file)
+    console.print(summary(outcome), soft_wrap=True)
+    console.print(f"Report: [bold]{escape(str(folder.report_file))}[/]", soft_wrap=True)
+
+
+def summary(outcome: Outcome) -> str:
+    """The result in one line."""
+    quality = "" if outcome.quality is None else f"{outcome.quality_name} [bold]{spell_quality(outcome.quality)}[/]  "
+    return (
+        f"{quality}{outcome.gradients} gradients in {spell_time(outcome.seconds)}, {outcome.speed:.0f} per second, "
+        f"waiting {outcome.waiting:.0%}"
+    )
+
+
+def as_given(launch: Launch) -> dict[str, Any]:
+    """Nodes and ranks as the outer launcher counts them."""
+    known = (os.environ.get(name) for name in ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
+    nodes = min(int(next(filter(None, known), 1)), launch.world)
+    counts = [launch.world // nodes + (node < launch.world % nodes) for node in range(nodes)]
+    return {"nodes": nodes, "ranks_per_node": ",".join(map(str, counts)) if len(set(counts)) > 1 else str(counts[0])}
+
+
+def train_as_given(config: Config, folder: RunFolder, launch: Launch, console: Console) -> None:
+    """Under an outer launcher this process is a rank: rank 0 shows plain lines and writes the report.
+
+    A run that is there already is continued: so a launcher that restarts its ranks needs to know nothing.
+    """
+    if folder.config_file.exists():
+        before = folder.config()
+        if before.counts() != config.counts():
+            raise TrainingError(
+                f"{folder.path} was run by {before.counts()} ranks on its nodes, now they are {config.counts()}; first run: "
+                f"loosestep resume {folder.path} --nodes {config.nodes} --ranks-per-node {config.ranks_per_node} --no-start"
+            )
+        config = before
+    elif launch.rank == 0:
+        new_folder(folder.path, config)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    screen = Screen(console, f"{config.recipe}  {config.strategy}")
+
+    def tell(message: dict[str, Any]) -> None:
+        if message["kind"] == "error":
+            Console(stderr=True).print(
+                f"loosestep: rank {launch.rank}: {message['text']}", markup=False, soft_wrap=True
+            )
+        elif launch.rank == 0:
+            screen.show(message)
+
+    code = guarded(folder, config, tell)
+    if code == 0 and launch.rank == 0:
+        folder.merge_traces()
+        conclude(folder, Ending(complete=True), console)
+    raise typer.Exit(code)

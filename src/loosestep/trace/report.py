@@ -1,0 +1,235 @@
+"""The report: one HTML page that needs nothing else, about one run or several side by side."""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from loosestep.trace import plots
+from loosestep.trace.timeline import write_timeline
+from loosestep.training.outcome import Outcome
+
+MOST_TIMELINES = 4
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #24292f; max-width: 1140px; margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-size: 1.6rem; margin-bottom: .2rem; }} h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .2rem; }}
+h3 {{ font-size: 1rem; margin: 1rem 0 0; font-weight: 600; }}
+p {{ max-width: 50rem; margin: .3rem 0; }} .note {{ color: #57606a; font-size: .9rem; }}
+.scroll {{ overflow-x: auto; }} table {{ border-collapse: collapse; margin: .8rem 0; font-size: .95rem; }}
+th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #d0d7de; white-space: nowrap; }}
+th:first-child, td:first-child {{ text-align: left; padding-left: 0; }} th {{ font-weight: 600; }}
+table.words td, table.words th {{ text-align: left; white-space: normal; }} .wrong {{ color: #b3261e; }}
+code {{ background: #f6f8fa; padding: .15rem .35rem; border-radius: 4px; font-size: .85rem; overflow-wrap: anywhere; }}
+</style></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+HEADERS = (
+    "", "{quality}", "gradients/s", "seconds", "to target", "waiting", "MB/gradient", "between nodes", "staleness", "distance", "lr",
+)  # fmt: skip
+
+
+def write_report(
+    outcomes: Sequence[Outcome], path: Path, *, target: float | None = None, timeline: Path | None = None
+) -> None:
+    """Write the page, and for a single run the timeline for Perfetto; folders are made."""
+    names = name_runs(outcomes)
+    several = len(outcomes) > 1
+    recipe = outcomes[0].begin["recipe"]
+    title = f"{recipe}: {len(outcomes)} runs" if several else f"{recipe}, {outcomes[0].strategy}"
+    sections = [
+        _results(outcomes, target),
+        _section(
+            "Loss and quality",
+            "Loss: mean over the ranks. Quality: of the mean of all replicas, on the test data; the last point is the final model.",
+            plots.curves(outcomes, names),
+            library=True,
+        ),
+        _section(
+            "Waiting and overlap",
+            "Left: the part of the training time each rank computed and waited (evaluations left out). Right: how long "
+            "exchanges were under way, and how much of that was hidden behind compute.",
+            plots.bars(outcomes, names),
+        ),
+        *_timelines(outcomes, names),
+        _section(
+            "Staleness",
+            "How old was what arrived, in steps of the learner it arrived at.",
+            plots.staleness(outcomes, names),
+        )
+        if any(outcome.staleness for outcome in outcomes)
+        else "",
+        _section(
+            "Consensus distance",
+            "Root mean square distance of the replicas to their mean.",
+            plots.distances(outcomes, names),
+        ),
+        _section("Bytes", "Sent by all ranks, per gradient.", plots.traffic(outcomes, names)),
+        *(_examples(outcome, name) for outcome, name in zip(outcomes, names, strict=True)),
+        _environment(outcomes, names),
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(PAGE.format(title=html.escape(title), body="\n".join(sections)), encoding="utf-8")
+    if timeline is not None:
+        node_of = {rank: node for node, ranks in enumerate(outcomes[0].begin["nodes"]) for rank in ranks}
+        write_timeline(timeline, outcomes[0].activities, node_of)
+
+
+def name_runs(outcomes: Sequence[Outcome]) -> list[str]:
+    """As short as they can be told apart: the strategy, with the seed, or the folder's name."""
+    for naming in (
+        lambda o: o.strategy,
+        lambda o: f"{o.strategy}, seed {o.config.seed}",
+        lambda o: f"{o.strategy}, {o.name}",
+    ):
+        names = [naming(outcome) for outcome in outcomes]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(names, start=1)]
+
+
+# --------------------------------------------------------------------------------------------------- table of results
+
+
+def groups(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """The runs of each strategy: its seeds."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.strategy, []).append(outcome)
+    return found
+
+
+def common_target(outcomes: Sequence[Outcome]) -> float | None:
+    """The quality that every run reached at some time."""
+    best = [value for value in (outcome.best() for outcome in outcomes) if value is not None]
+    if not best:
+        return None
+    return min(best) if outcomes[0].higher_is_better else max(best)
+
+
+def figures(runs: Sequence[Outcome], target: float | None) -> list[str]:
+    """One row of the table: mean and, with several seeds, spread."""
+    reached = [None if target is None else run.seconds_to(target) for run in runs]
+    times = [value for value in reached if value is not None]
+    return [
+        spread([run.quality for run in runs if run.quality is not None], _percent),
+        spread([run.speed for run in runs], "{:.0f}".format),
+        spread([run.seconds for run in runs], "{:.1f}".format),
+        spread(times, "{:.1f}".format) if times and len(times) == len(runs) else f"{len(times)} of {len(runs)}",
+        spread([run.waiting for run in runs], "{:.0%}".format),
+        spread([run.per_gradient("bytes_sent") / 1e6 for run in runs], "{:.3g}".format),
+        spread([run.per_gradient("bytes_between_nodes") / 1e6 for run in runs], "{:.3g}".format),
+        spread([run.staleness_mean for run in runs], "{:.1f}".format),
+        spread([run.distance for run in runs], "{:.2g}".format),
+        spread([float(run.begin["lr"]) for run in runs], "{:.2g}".format),
+    ]
+
+
+def headers(outcomes: Sequence[Outcome], target: float | None) -> list[str]:
+    """The table's first row; the target is part of its column's name."""
+    named = "to target" if target is None else f"s to {_percent(target)}"
+    return [header.format(quality=outcomes[0].quality_name).replace("to target", named) for header in HEADERS]
+
+
+def spread(values: Sequence[float], spell: Callable[[float], str]) -> str:
+    """`mean`, or `mean ± standard deviation` of several."""
+    if not values:
+        return "-"
+    mean = spell(statistics.mean(values))
+    return mean if len(values) == 1 else f"{mean} ± {spell(statistics.stdev(values))}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %" if 0 <= value <= 2 else f"{value:.3g}"
+
+
+def _results(outcomes: Sequence[Outcome], target: float | None) -> str:
+    target = common_target(outcomes) if target is None else target
+    rows = [[name, *figures(runs, target)] for name, runs in groups(outcomes).items()]
+    note = "± is the standard deviation over seeds. " if len(outcomes) > len(rows) else ""
+    note += (
+        "MB/gradient: sent by all ranks. Distance: root mean square distance of the replicas to their mean, at the end."
+    )
+    incomplete = [outcome.name for outcome in outcomes if outcome.final is None]
+    if incomplete:
+        note = f"Not complete: {', '.join(incomplete)}. {note}"
+    return f'{_table(headers(outcomes, target), rows)}<p class="note">{html.escape(note)}</p>'
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[Any]], kind: str = "") -> str:
+    top = "".join(f"<th>{html.escape(str(cell))}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table class="{kind}"><tr>{top}</tr>{body}</table></div>'
+
+
+# ---------------------------------------------------------------------------------------------------------- sections
+
+
+def _section(title: str, note: str, figure: Any, *, library: bool = False) -> str:
+    """A heading, a line, a figure; plotly's library comes with the first one, once."""
+    drawn = figure.to_html(full_html=False, include_plotlyjs=library, config={"displaylogo": False, "responsive": True})
+    return f'<h2>{html.escape(title)}</h2><p class="note">{html.escape(note)}</p>{drawn}'
+
+
+def _timelines(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[str]:
+    """The first run of each strategy."""
+    firsts = {id(runs[0]) for runs in groups(outcomes).values()}
+    shown = [(o, name) for o, name in zip(outcomes, names, strict=True) if id(o) in firsts and o.activities][
+        :MOST_TIMELINES
+    ]
+    note = (
+        "From the middle of the run, one row per rank: what it does, and below it the exchanges in the background. Drag to "
+        "zoom, double-click for everything."
+    )
+    if len(outcomes) == 1:
+        note += " The whole run is in timeline.json, for ui.perfetto.dev."
+    head = f'<h2>Who does what when</h2><p class="note">{note}</p>' if shown else ""
+    figures = [
+        f"<h3>{html.escape(name)}</h3>"
+        + plots.timeline(o).to_html(
+            full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
+        )
+        for o, name in shown
+    ]
+    return [head, *figures]
+
+
+def _examples(outcome: Outcome, name: str) -> str:
+    if outcome.final is None or not outcome.final["examples"] or outcome.config.seed != 0:
+        return ""
+    rows = "".join(
+        f"<tr><td>{html.escape(e['name'])}</td><td>{html.escape(e['expected'])}</td>"
+        f'<td class="{"" if e["expected"] == e["found"] else "wrong"}">{html.escape(e["found"]) or "(nothing)"}</td></tr>'
+        for e in outcome.final["examples"]
+    )
+    head = "<tr><th>example</th><th>expected</th><th>recognised</th></tr>"
+    return f'<h2>What {html.escape(name)} recognised</h2><div class="scroll"><table class="words">{head}{rows}</table></div>'
+
+
+def _environment(outcomes: Sequence[Outcome], names: Sequence[str]) -> str:
+    first = outcomes[0]
+    nodes = first.begin["nodes"]
+    facts = {
+        **first.begin["task"],
+        "optimizer": f"{first.begin['optimizer']}, schedule {first.begin['schedule']}",
+        "options": ", ".join(f"{k}={v}" for k, v in first.config.options.items()) or "the recipe's",
+        "nodes": f"{len(nodes)}, ranks {[len(node) for node in nodes]}",
+        "link": first.config.bandwidth or "no limit",
+        "device": first.config.device,
+        **first.config.environment,
+    }
+    commands = "".join(
+        f"<p><code>{html.escape(c)}</code></p>" for c in dict.fromkeys(o.config.command for o in outcomes)
+    )
+    table = _table(("", ""), facts.items(), "words")
+    return f"<h2>How it was made</h2>{commands}{table}"

@@ -1,0 +1,106 @@
+"""One rank of a run: `python -m loosestep.training.rank FOLDER`, started once per rank by whatever launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loosestep.attach import attach
+from loosestep.checkpoint import CheckpointError, restore_model
+from loosestep.comm.base import CommError
+from loosestep.recipes import RecipeError, find_recipe
+from loosestep.run import Run
+from loosestep.topology import detect_launch
+from loosestep.training.config import Config, TrainingError
+from loosestep.training.folder import Journal, RunFolder
+from loosestep.training.loop import Diverged, Tell, Trainer, describe_run
+from loosestep.training.start import Start, find_start
+
+MARK = "@loosestep "  # a line for the process that watches, not for the user
+FAILED, DIVERGED, INTERRUPTED = 1, 3, 130
+MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError)
+
+
+def train_rank(folder: RunFolder, config: Config, tell: Tell) -> None:
+    """Train as the rank that the launcher's variables say, from wherever this run was left."""
+    launch = detect_launch()
+    task = find_recipe(config.recipe).build(
+        config.options, data=config.data_folder, seed=config.seed, device=own_device(config.device, launch.local_rank)
+    )
+    start = find_start(folder, config, launch.rank, lambda text: tell({"kind": "warning", "text": text}))
+    model = task.make_model()
+    optimizer = task.training.make_optimizer(model)
+    if start is not None:  # attach makes all replicas equal to rank 0's; the trainer then makes them what they were
+        restore_model(model, start.state["model"], source=start.source)
+        optimizer.load_state_dict(start.state["optimizer"])
+    run = attach_to(config, model, optimizer)
+    if launch.rank == 0:
+        folder.forget_metrics_after(-1 if start is None else start.gradients)
+    journal = Journal(folder, launch.rank, trace_bytes=_trace_bytes(start))
+    run.trace.sink = journal.event
+    with run:
+        trainer = Trainer(config, task, run, folder=folder, journal=journal, start=start, tell=tell)
+        if launch.rank == 0:
+            described = describe_run(config, task, run.topology)
+            journal.metric("begin", **{"gradients": trainer.gradients, **described})
+            tell({"kind": "begin", "gradients": trainer.gradients, **described})
+        trainer.train()
+        trainer.finish()
+    journal.close()
+
+
+def attach_to(config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Run:
+    """Attach; what cannot be attached is a mistake to be told in one line."""
+    try:
+        return attach(model, optimizer, config.strategy, deadline=config.deadline)
+    except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
+        raise TrainingError(str(error)) from error
+
+
+def own_device(name: str, local_rank: int) -> str:
+    """`cuda` means a GPU for every rank of a node, shared when there are more ranks than GPUs."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise TrainingError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type != "cuda":
+        return name
+    count = torch.cuda.device_count()
+    if count <= (device.index or 0):
+        raise TrainingError(f"--device {name}: this machine has {count} CUDA devices; use --device cpu")
+    return name if device.index is not None else f"cuda:{local_rank % count}"
+
+
+def _trace_bytes(start: Start | None) -> int:
+    return int(start.state["trace_bytes"]) if start is not None and start.exact else 0
+
+
+def guarded(folder: RunFolder, config: Config, tell: Tell) -> int:
+    """`train_rank`, with the mistakes of the user and lost peers told in one line; the exit code."""
+    try:
+        train_rank(folder, config, tell)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except MISTAKES as error:
+        tell({"kind": "error", "text": str(error)})
+        return DIVERGED if isinstance(error, Diverged) else FAILED
+    return 0
+
+
+def main() -> None:
+    """Messages go to the launching process as marked lines."""
+
+    def tell(message: dict[str, Any]) -> None:
+        sys.stdout.write(f"{MARK}{json.dumps(message)}\n")
+        sys.stdout.flush()
+
+    folder = RunFolder(Path(sys.argv[1]))
+    sys.exit(guarded(folder, folder.config(), tell))
+
+
+if __name__ == "__main__":
+    main()

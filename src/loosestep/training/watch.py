@@ -1,0 +1,77 @@
+"""The process that watches a run: it starts the ranks, hears what they say, and knows how it ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from loosestep import launch
+from loosestep.lab import Lab, LabError
+from loosestep.launch import Job, Output, Rank, describe
+from loosestep.training.config import Config, TrainingError
+from loosestep.training.folder import RunFolder
+from loosestep.training.rank import DIVERGED, MARK
+
+Show = Callable[[dict[str, Any]], None]
+Print = Callable[[Rank, str], None]
+
+
+@dataclass
+class Ending:
+    """How a run ended. `complete`: the final model was judged; `problem`: what went wrong first, in one line."""
+
+    complete: bool = False
+    diverged: bool = False
+    problem: str = ""
+
+
+def watch(folder: RunFolder, *, show: Show, print_line: Print, timeout: float | None = None) -> Ending:
+    """Run all ranks to their end. `show` gets every message of a rank, `print_line` whatever else it writes."""
+    config = folder.config()
+    ending = Ending()
+    errors: dict[int, str] = {}
+
+    def hear(rank: Rank, line: str) -> None:
+        if not line.startswith(MARK):
+            print_line(rank, line)
+            return
+        message = json.loads(line.removeprefix(MARK))
+        if message["kind"] == "error":
+            errors[rank.number] = message["text"]
+        ending.complete |= message["kind"] == "final"
+        show(message)
+
+    command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
+    with _start(config, command, hear) as job:
+        result = job.wait(timeout)
+        first = result.first_failure
+        if first is not None:
+            ending.diverged = DIVERGED in result.returncodes
+            ending.problem = _explain(job.ranks[first], errors)
+    if ending.complete:
+        folder.merge_traces()
+    return ending
+
+
+@contextmanager
+def _start(config: Config, command: list[str], output: Output) -> Iterator[Job]:
+    if config.bandwidth is None:
+        with launch.start(command, nodes=config.nodes, ranks_per_node=config.counts(), output=output) as job:
+            yield job
+        return
+    try:
+        lab = Lab(config.nodes, config.counts(), bandwidth=config.bandwidth)
+    except (LabError, ValueError) as error:
+        raise TrainingError(f"--bandwidth {config.bandwidth}: {error}") from None
+    with lab, lab.start(command, output=output) as job:
+        yield job
+
+
+def _explain(rank: Rank, errors: dict[int, str]) -> str:
+    """The first failure; of a rank that was killed without a word, what the others say about it is no news."""
+    place = f"rank {rank.number} on node {rank.place.node}"
+    return f"{place}: {errors.get(rank.number) or describe(rank.returncode or 0)}"
