@@ -1,0 +1,154 @@
+"""Test accuracy at the same number of gradients: DASO and local SGD against synchronous training, several seeds.
+
+    python benchmarks/accuracy.py [--quick] [--data FOLDER]
+
+Two nodes of two ranks on the loopback (links change the time, not the result). Digits come with scikit-learn; CIFAR-10 is
+read from FOLDER (train.npz and test.npz, see the vision recipe) and left out where it is not there. Everything but the
+strategy is the same: network, first parameters, order of the batches, learning rate (cosine to zero), SGD with momentum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import loosestep
+from common import Spread, is_rank, machine, publish, run_ranks, say, settings_of_rank, table
+from loosestep.recipes.vision.recipe import VisionRecipe, VisionTask
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "cifar10"
+SYNCHRONOUS = "allreduce"
+STRATEGIES = (SYNCHRONOUS, "daso:period=4,delay=1", "daso:period=4,delay=3", "localsgd:period=4")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "digits": {"width": 0.5, "batch": 32, "lr": 0.1},
+    "cifar10": {"width": 0.5, "batch": 32, "lr": 0.1, "size": 16, "crop": 2},
+}
+TITLES = {
+    "digits": "scikit-learn digits, 8x8, ResNet-20 of half width",
+    "cifar10": "CIFAR-10, 20,000 training images brought to 16x16, ResNet-20 of half width",
+}
+
+
+# One rank --------------------------------------------------------------------------------------------------------------
+
+
+def work() -> None:
+    """Every strategy with every seed, on this rank."""
+    settings = settings_of_rank()
+    dist.init_process_group("gloo")
+    for name, steps in settings["steps"].items():
+        for seed in range(settings["seeds"]):
+            task = build(name, settings["data"], seed)
+            for strategy in STRATEGIES:
+                start = time.monotonic()
+                accuracy, loss = train(task, strategy, steps)
+                seconds = time.monotonic() - start
+                say(task=name, seed=seed, strategy=strategy, accuracy=accuracy, loss=loss, seconds=seconds)
+    dist.destroy_process_group()
+
+
+def build(name: str, data: str, seed: int) -> VisionTask:
+    """The task by name."""
+    return VisionRecipe().build(OPTIONS[name], data=None if name == "digits" else Path(data), seed=seed)
+
+
+def train(task: VisionTask, strategy: str, steps: int) -> tuple[float, float]:
+    """Accuracy and loss on the test set of the model that all ranks share in the end."""
+    model = task.make_model()
+    optimizer = task.training.make_optimizer(model)
+    schedule = CosineAnnealingLR(optimizer, steps)
+    batches = task.stream(learner=dist.get_rank(), learners=dist.get_world_size())
+    with loosestep.attach(model, optimizer, strategy) as run:
+        for _ in range(steps):
+            loss = task.loss(model, next(batches))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            run.observe(loss)
+    judged = task.evaluate(model) if dist.get_rank() == 0 else {"accuracy": 0.0, "loss": 0.0}
+    dist.barrier()
+    return judged["accuracy"], judged["loss"]
+
+
+# The table -------------------------------------------------------------------------------------------------------------
+
+
+def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) -> str:
+    """The tables and what is needed to judge them."""
+    parts = ["## Accuracy at the same number of gradients: two nodes of two ranks\n"]
+    for name, steps in settings["steps"].items():
+        parts += [
+            f"**{TITLES[name]}; {4 * steps} gradients of batch {OPTIONS[name]['batch']}.**\n",
+            rows_of(said, name),
+            "",
+        ]
+    parts.append(
+        f"Mean and range (least-most) over {settings['seeds']} seeds; the difference is taken seed by seed. Same network, first "
+        "parameters, batches and learning rate; loopback. The final model is the average that `finish()` leaves on all ranks.\n"
+    )
+    parts.append(f"{where}.")
+    return "\n".join(parts)
+
+
+def rows_of(said: list[dict[str, Any]], name: str) -> str:
+    """One task's table."""
+
+    def values(strategy: str, field: str) -> list[float]:
+        return [s[field] for s in said if (s["task"], s["strategy"]) == (name, strategy)]
+
+    rows = []
+    for strategy in STRATEGIES:
+        accuracy = values(strategy, "accuracy")
+        apart = [100 * (a - b) for a, b in zip(accuracy, values(SYNCHRONOUS, "accuracy"), strict=True)]
+        percent = Spread(tuple(100 * value for value in accuracy)).text(".1f", centre="mean")
+        losses = Spread(tuple(values(strategy, "loss"))).text(".3f", centre="mean")
+        difference = (
+            ""
+            if strategy == SYNCHRONOUS
+            else f"{sum(apart) / len(apart):+.1f} ({min(apart):+.1f} to {max(apart):+.1f})"
+        )
+        rows.append([f"`{strategy}`", percent, difference, losses])
+    return table(["", "test accuracy %", "against synchronous", "test loss"], rows)
+
+
+def main() -> None:
+    """Parse, run, publish."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few steps, one seed, nothing written")
+    parser.add_argument("--data", type=Path, default=DATA, help="CIFAR-10 as train.npz and test.npz")
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--only", choices=list(OPTIONS), help="one task; nothing written")
+    chosen = parser.parse_args()
+    steps = {"digits": 16, "cifar10": 8} if chosen.quick else {"digits": 120, "cifar10": 300}
+    if not (chosen.data / "train.npz").exists():
+        print(f"no CIFAR-10 in {chosen.data}: left out")
+        del steps["cifar10"]
+    steps = {name: count for name, count in steps.items() if chosen.only in (None, name)}
+    settings = {"seeds": chosen.seeds or (1 if chosen.quick else 3), "steps": steps, "data": str(chosen.data)}
+    where = machine()
+    print(where, flush=True)
+    if "cifar10" in steps:
+        build("cifar10", str(chosen.data), seed=0)  # decodes into the cache, once instead of on every rank
+    torch.set_num_threads(1)
+    said = run_ranks(
+        __file__,
+        settings,
+        show=lambda s: (
+            f"{s['task']:8} seed {s['seed']}  {s['strategy']:24} accuracy {s['accuracy']:.1%}  {s['seconds']:5.1f} s"
+        ),
+    )
+    publish("accuracy", section(said, settings, where), quick=chosen.quick or chosen.only is not None)
+
+
+if __name__ == "__main__":
+    if is_rank():
+        work()
+    else:
+        main()
