@@ -3,6 +3,7 @@
 import typer
 
 from loosestep.cli import lab, launch
+from loosestep.cli.compare import compare
 from loosestep.cli.report import report
 from loosestep.cli.resume import resume
 from loosestep.cli.train import train
@@ -10,6 +11,7 @@ from loosestep.cli.train import train
 app = typer.Typer(no_args_is_help=True, help="Asynchronous, decentralised data-parallel training for PyTorch.")
 
 app.command("train")(train)
+app.command("compare")(compare)
 app.command("report")(report)
 app.command("resume")(resume)
 

@@ -106,9 +106,9 @@ def new_folder(path: Path, config: Config) -> RunFolder:
     return folder
 
 
-def run_folder(folder: RunFolder, console: Console, title: str) -> Ending:
-    """All ranks of a run, to the end."""
-    with Screen(console, title) as screen:
+def run_folder(folder: RunFolder, console: Console, title: str, *, transient: bool = False) -> Ending:
+    """All ranks of a run, to the end; `transient`: the picture goes when it is over."""
+    with Screen(console, title, transient=transient) as screen:
         return watch(folder, show=screen.show, print_line=screen.print_line)
 
 

@@ -20,8 +20,8 @@ PLAIN_PAUSE = 10.0  # seconds between plain lines
 class Screen:
     """Shows the messages of a run's ranks. Use it as a context manager."""
 
-    def __init__(self, console: Console, title: str) -> None:
-        self._console, self._title = console, title
+    def __init__(self, console: Console, title: str, *, transient: bool = False) -> None:
+        self._console, self._title, self._transient = console, title, transient
         self._live: Live | None = None
         self._ranks: dict[int, dict[str, Any]] = {}
         self._run: dict[str, Any] = {}
@@ -30,7 +30,9 @@ class Screen:
 
     def __enter__(self) -> Screen:
         if self._console.is_terminal:
-            self._live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=4)
+            self._live = Live(
+                console=self._console, get_renderable=self._picture, refresh_per_second=4, transient=self._transient
+            )
             self._live.start()
         return self
 

@@ -32,7 +32,7 @@ def curves(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
     for row, curve_of in enumerate((lambda o: o.loss_curve, lambda o: o.quality_curve), start=1):
         draw(figure, outcomes, names, curve_of, row=row)
     positive = all(point.value > 0 for outcome in outcomes for point in outcome.loss_curve)
-    figure.update_yaxes(type="log" if positive else "linear", row=1)
+    figure.update_yaxes(**({"type": "log", "dtick": "D2"} if positive else {}), row=1)
     figure.update_yaxes(title_text="training loss", row=1, col=1)
     share = all(0 <= point.value <= 2 for outcome in outcomes for point in outcome.quality_curve)
     figure.update_yaxes(title_text=quality, row=2, col=1)
@@ -94,15 +94,16 @@ def bars(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
         "waited for": ("#d1242f", [sum(e - s for s, e in merged(a.exchanges)) - a.hidden for _, a in rows]),
     }
     for name, values in shares.items():
-        bar = go.Bar(orientation="h", y=labels, x=values, name=name, marker_color=ACTIVITIES[name], showlegend=False)
+        bar = go.Bar(orientation="h", y=labels, x=values, name=name, marker_color=ACTIVITIES[name])
         figure.add_trace(bar, row=1, col=1)
     for name, (colour, values) in exchanged.items():
-        bar = go.Bar(orientation="h", y=labels, x=values, name=name, marker_color=colour, showlegend=False)
+        bar = go.Bar(orientation="h", y=labels, x=values, name=name, marker_color=colour)
         figure.add_trace(bar, row=1, col=2)
     figure.update_layout(barmode="stack")
     figure.update_xaxes(tickformat=".0%", range=[0, 1], row=1, col=1)
     figure.update_yaxes(autorange="reversed")
-    return style(figure, height=110 + 24 * len(rows))
+    styled = style(figure, height=140 + 24 * len(rows))
+    return styled.update_layout(legend={"yref": "container", "y": 0.99, "yanchor": "top"}, margin={"t": 70})
 
 
 def timeline(outcome: Outcome) -> Any:
@@ -134,7 +135,8 @@ def timeline(outcome: Outcome) -> Any:
     labels = [f"node {node_of.get(a.rank, 0)}, rank {a.rank} " for a in outcome.activities]
     figure.update_layout(barmode="overlay", bargap=0)
     figure.update_yaxes(tickvals=list(range(len(labels))), ticktext=labels, autorange="reversed")
-    shown = (window[1] - window[0]) * min(1.0, STEPS_SHOWN / STEPS_DRAWN)
+    drawn = sum(window[0] <= step <= window[1] for step in max((a.steps for a in outcome.activities), key=len))
+    shown = (window[1] - window[0]) * min(1.0, STEPS_SHOWN / max(1, drawn))
     figure.update_xaxes(title_text="seconds", range=[0, shown])
     return style(figure, height=110 + 46 * len(labels))
 

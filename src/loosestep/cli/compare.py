@@ -1,0 +1,196 @@
+"""`loosestep compare`: the same recipe and budget with several strategies and seeds, one table, one report."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from loosestep.cli.launch import gentle_end
+from loosestep.cli.running import given_ranks, new_folder, one_line_errors, prepare, run_folder, settle, summary
+from loosestep.cli.screen import spell_quality
+from loosestep.cli.train import (
+    Bandwidth,
+    Batch,
+    ConfigFile,
+    Data,
+    Device,
+    Epochs,
+    EvaluateEvery,
+    Gradients,
+    Lr,
+    Nodes,
+    RanksPerNode,
+    RecipeName,
+    Runs,
+    Settings,
+    gather,
+    short,
+)
+from loosestep.recipes import Task
+from loosestep.trace.report import common_target, figures, groups, headers, write_report
+from loosestep.training.config import Config, TrainingError
+from loosestep.training.folder import RunFolder
+from loosestep.training.loop import starting_lr
+from loosestep.training.outcome import Outcome
+from loosestep.training.search import search, split_strategies
+
+SHORT = 4  # a trial of the learning-rate search has this fraction of the budget
+
+
+def compare(
+    recipe: RecipeName,
+    strategies: Annotated[
+        str, typer.Option(help="Separated by commas, with their fields: allreduce,daso:period=4,delay=2,adpsgd.")
+    ] = "allreduce,daso,adpsgd:topology=random-ring,delay-by-one",
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 3,
+    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    lr_search: Annotated[
+        bool,
+        typer.Option("--lr-search", help="First find each strategy's best learning rate, on one seed and a quarter."),
+    ] = False,
+    target: Annotated[
+        float | None, typer.Option(help="The quality whose time is told (what all runs reached).")
+    ] = None,
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
+    data: Data = None,
+    gradients: Gradients = None,
+    epochs: Epochs = None,
+    batch: Batch = None,
+    lr: Lr = None,
+    device: Device = None,
+    bandwidth: Bandwidth = None,
+    settings: Settings = None,
+    config: ConfigFile = None,
+    evaluate_every: EvaluateEvery = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the folder; one that is there is continued (recipe-compare-time).")
+    ] = None,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Train RECIPE with every strategy and seed, at the same budget of gradients; print a table, write a report.
+
+    Strategies are trained in turn, seed by seed. Without --lr every strategy gets the recipe's learning rate, fitted to
+    it by rule; with --lr-search the best of a short search.
+
+    Example: loosestep compare vision --strategies allreduce,daso:period=8,adpsgd --seeds 3 --nodes 2 --ranks-per-node 2
+    """
+    console = Console(highlight=False)
+    with one_line_errors(), gentle_end():
+        if given_ranks() is not None:
+            raise TrainingError(
+                "compare starts its own processes; run it outside of torchrun, srun or loosestep launch"
+            )
+        given: dict[str, Any] = {
+            "recipe": recipe, "nodes": nodes, "ranks_per_node": ranks_per_node, "data": None if data is None else str(data),
+            "gradients": gradients, "epochs": epochs, "lr": lr, "seed": seed, "device": device, "bandwidth": bandwidth,
+            "evaluate_every": evaluate_every,
+        }  # fmt: skip
+        base = gather(given, config, settings or [], batch)
+        chosen = [str(base.but(strategy=text).strategy) for text in split_strategies(strategies)]
+        if len(set(chosen)) < max(1, len(chosen)) or not chosen:
+            raise TrainingError(f"--strategies must name different strategies, got {strategies!r}")
+        task = prepare(base, console)
+        path = runs / (name or f"{short(recipe)}-compare-{time.strftime('%m%d-%H%M%S')}")
+        comparison = Comparison(settle(base, task), task, path, console)
+        rates = {text: comparison.find_rate(text) for text in chosen} if lr_search else {}
+        for number in range(seeds):
+            for text in chosen:
+                comparison.train(text, seed=seed + number, lr=rates.get(text, base.lr))
+        comparison.conclude(target)
+
+
+@dataclass
+class Comparison:
+    """The runs of a comparison, each in a folder of its own under `path`."""
+
+    config: Config
+    task: Task[Any]
+    path: Path
+    console: Console
+    outcomes: list[Outcome] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
+
+    def find_rate(self, strategy: str) -> float:
+        """The best rate of a short search on the first seed."""
+        config = self.config.but(strategy=strategy, gradients=max(1, (self.config.gradients or 1) // SHORT))
+        higher = self.task.quality.better == "higher"
+
+        def score(lr: float) -> float | None:
+            outcome = self.run(config.but(lr=lr), f"search/{slug(strategy)}-lr{lr:.3g}", f"{strategy} lr {lr:.3g}")
+            value = None if outcome is None else outcome.quality
+            self.say(f"{strategy}  lr {lr:.3g}: " + ("diverged" if value is None else spell_quality(value)))
+            return value
+
+        best, tried = search(score, starting_lr(config, self.task), higher_is_better=higher)
+        self.console.print(f"[bold]{escape(strategy)}[/]: learning rate {best:.3g}", soft_wrap=True)
+        lines = {"strategy": strategy, "best": best, "gradients": config.gradients, "tried": list(tried.items())}
+        with (self.path / "search.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(lines) + "\n")
+        return best
+
+    def train(self, strategy: str, *, seed: int, lr: float | None) -> None:
+        """One run of the comparison."""
+        title = f"{strategy}, seed {seed}"
+        config = self.config.but(strategy=strategy, seed=seed, lr=lr)
+        outcome = self.run(config, f"{slug(strategy)}-seed{seed}", title)
+        if outcome is None:
+            self.diverged.append(title)
+            self.say(f"{title}: diverged; a lower --lr or --lr-search may help")
+        else:
+            self.outcomes.append(outcome)
+            self.console.print(f"{escape(title)}: {summary(outcome)}", soft_wrap=True)
+
+    def run(self, config: Config, name: str, title: str) -> Outcome | None:
+        """A run to its end, or what it was if it is there already; None if it diverged."""
+        path = self.path / name
+        folder = RunFolder(path) if (path / "config.toml").is_file() else new_folder(path, config)
+        before = folder.config()
+        if (before.strategy, before.gradients, before.options) != (config.strategy, config.gradients, config.options):
+            raise TrainingError(f"{path} is a run with other settings; give another --name")
+        if not any(line["kind"] == "final" for line in folder.metrics()):
+            ending = run_folder(folder, self.console, title, transient=True)
+            if ending.diverged:
+                return None
+            if not ending.complete:
+                raise TrainingError(f"{path}: {ending.problem}")
+        return Outcome.read(folder)
+
+    def conclude(self, target: float | None) -> None:
+        """The table and the report."""
+        if not self.outcomes:
+            raise TrainingError(f"every run diverged ({', '.join(self.diverged)}); try a lower --lr, or --lr-search")
+        target = common_target(self.outcomes) if target is None else target
+        self.console.print(table(self.outcomes, target))
+        page = self.path / "report.html"
+        write_report(self.outcomes, page, target=target)
+        self.console.print(f"Report: [bold]{escape(str(page))}[/]", soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        self.console.print(escape(text), style="dim", soft_wrap=True)
+
+
+def table(outcomes: Sequence[Outcome], target: float | None) -> Table:
+    """One row per strategy."""
+    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, header in enumerate(headers(outcomes, target)):
+        drawn.add_column(header, justify="right" if i else "left", style="" if i else "bold")
+    for strategy, runs in groups(outcomes).items():
+        drawn.add_row(escape(strategy), *figures(runs, target))
+    return drawn
+
+
+def slug(strategy: str) -> str:
+    """A strategy as the name of a folder."""
+    return re.sub(r"[^\w=.-]+", "-", strategy)
