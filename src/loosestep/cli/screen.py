@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 
 from loosestep.launch import Rank
@@ -23,6 +24,7 @@ class Screen:
     def __init__(self, console: Console, title: str, *, transient: bool = False) -> None:
         self._console, self._title, self._transient = console, title, transient
         self._live: Live | None = None
+        self._spinner = Spinner("dots", f"[bold]{escape(title)}[/]  starting the processes")
         self._ranks: dict[int, dict[str, Any]] = {}
         self._run: dict[str, Any] = {}
         self._quality: float | None = None
@@ -107,7 +109,7 @@ class Screen:
 
     def _picture(self) -> RenderableType:
         if not self._run:
-            return f"[bold]{escape(self._title)}[/]  starting ..."
+            return self._spinner
         total = self._run["total"]
         head = Table.grid(padding=(0, 2))
         counted = f"{min(self.gradients, total)}/{total} gradients"

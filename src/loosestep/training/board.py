@@ -7,6 +7,7 @@ schedules stay equal bit for bit. Gossip: rank 0 reads what there is, decides, a
 
 from __future__ import annotations
 
+import itertools
 import json
 from datetime import timedelta
 from typing import Any
@@ -17,13 +18,15 @@ from loosestep.comm.pulse import connect
 from loosestep.recipes import Schedule
 from loosestep.training.config import TrainingError
 
+_boards = itertools.count()  # every rank trains in the same order, so the numbers agree
+
 
 class Board:
     """What the ranks of a run post for each other."""
 
     def __init__(self, rank: int, *, world: int, deadline: float, gossip: bool) -> None:
         shared = connect(dist.distributed_c10d._get_default_store(), timeout=deadline)
-        self._store = dist.PrefixStore("loosestep/training", shared)
+        self._store = dist.PrefixStore(f"loosestep/training/{next(_boards)}", shared)
         self._rank, self._world, self._deadline, self._gossip = rank, world, deadline, gossip
         self.round = 0
         self.posted: float | None = None

@@ -158,6 +158,8 @@ class Journal:
     def flush(self) -> int:
         """Write what is held; the size of the file afterwards."""
         with self._lock:
+            if self._trace.closed:  # an event of a thread that ends after the run
+                return 0
             held, self._held = self._held, []
             for event in held:
                 line = {"time": round(event.time + self._to_wall, 6), "rank": self.rank, "kind": event.kind}
@@ -165,9 +167,13 @@ class Journal:
             self._trace.flush()
             return self._trace.tell()
 
-    def close(self) -> None:
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.flush()
-        self._trace.close()
+        with self._lock:
+            self._trace.close()
         os.close(self._metrics)
 
 

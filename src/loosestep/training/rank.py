@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError)
 
 def train_rank(folder: RunFolder, config: Config, tell: Tell) -> None:
     """Train as the rank that the launcher's variables say, from wherever this run was left."""
+    # A recipe's stream never gives two ranks the same batch; equal sums of nothing (allreduce) prove nothing.
+    warnings.filterwarnings("ignore", message="several ranks computed exactly the same")
     launch = detect_launch()
     task = find_recipe(config.recipe).build(
         config.options, data=config.data_folder, seed=config.seed, device=own_device(config.device, launch.local_rank)
@@ -37,12 +40,11 @@ def train_rank(folder: RunFolder, config: Config, tell: Tell) -> None:
     if start is not None:  # attach makes all replicas equal to rank 0's; the trainer then makes them what they were
         restore_model(model, start.state["model"], source=start.source)
         optimizer.load_state_dict(start.state["optimizer"])
-    run = attach_to(config, model, optimizer)
-    if launch.rank == 0:
+    if launch.rank == 0:  # before attach: nobody writes before everybody is there
         folder.forget_metrics_after(-1 if start is None else start.gradients)
-    journal = Journal(folder, launch.rank, trace_bytes=_trace_bytes(start))
-    run.trace.sink = journal.event
-    with run:
+    run = attach_to(config, model, optimizer)
+    with Journal(folder, launch.rank, trace_bytes=_trace_bytes(start)) as journal, run:
+        run.trace.sink = journal.event
         trainer = Trainer(config, task, run, folder=folder, journal=journal, start=start, tell=tell)
         if launch.rank == 0:
             described = describe_run(config, task, run.topology)
@@ -50,7 +52,6 @@ def train_rank(folder: RunFolder, config: Config, tell: Tell) -> None:
             tell({"kind": "begin", "gradients": trainer.gradients, **described})
         trainer.train()
         trainer.finish()
-    journal.close()
 
 
 def attach_to(config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Run:

@@ -1,0 +1,35 @@
+"""A task of the user's own that trains in no time: two clouds of points, a small network, a schedule with a memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from loosestep.recipes import DatasetTask, Progress, RecipeError, Training
+
+
+def recipe(options: dict[str, Any], *, data: Any, seed: int, device: torch.device, progress: Progress) -> DatasetTask:
+    if "wrong" in options:
+        raise RecipeError("option wrong is wrong")
+    points = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+    labels = (points.sum(1) > 0).long()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]) * float(options.get("scale", 1))
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"accuracy": float((model(points).argmax(1) == labels).double().mean())}
+
+    return DatasetTask(
+        make_model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 2)),
+        dataset=list(zip(points, labels, strict=True)),
+        loss=loss,
+        evaluate=evaluate,
+        training=Training(lr=0.3, schedule=str(options.get("schedule", "plateau"))),
+        batch=int(options.get("batch", 8)),
+        seed=seed,
+        device=device,
+        name="tiny",
+    )
