@@ -301,9 +301,10 @@ class NodeGossipEngine(GossipEngine):
 
     def fold(self) -> None:
         """y <- y + u; x <- y for the own shard, then all shards of the node."""
-        self._gather_shards(lambda offer: self._comm.all_reduce(offer).wait())
+        self._comm.invite()
+        self._gather_shards()
 
-    def _gather_shards(self, send: Callable[[Offer], Any]) -> None:
+    def _gather_shards(self) -> None:
         before = [buffer.clone() for buffer in self._learner.replica.floating]
         vector = self._vector()
         if len(self._comm.present) < self._mates:  # somebody did not make this step: its shard comes from one who did
@@ -312,7 +313,7 @@ class NodeGossipEngine(GossipEngine):
         if self._mailbox is not None:
             self._report(self._mailbox.boundary(self._shards(vector), force=True))
         start = self.trace.clock()
-        send(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
+        self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="node")
         self._adopt(vector)
         self._keep_positive(before)
@@ -370,7 +371,7 @@ class NodeGossipEngine(GossipEngine):
     def join(self, invitation: Invitation) -> None:
         """Take part in what the node's other ranks do while this one waits."""
         if invitation.kind is Kind.EXCHANGE:
-            self._gather_shards(self._comm.average)
+            self._gather_shards()
         else:
             self._swap_in()()
 

@@ -59,6 +59,13 @@ def test_uneven_numbers_of_steps_end_with_identical_parameters(spec, steps):
     assert [stats["steps"] for _, stats in results] == steps
 
 
+@pytest.mark.parametrize("topology", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]]], ids=str)
+@pytest.mark.parametrize("spec", ["allreduce", "daso:period=2", "localsgd:start=3,period=2", "daso:period=2,warmup=4"])
+def test_uneven_numbers_of_steps_on_any_nodes(spec, topology):
+    results = ranks(4, uneven, spec=spec, steps=[8, 5, 2, 7], topology=topology)
+    assert all(torch.equal(end, results[0][0]) for end, _ in results)
+
+
 @pytest.mark.parametrize("spec", ["allreduce", "daso:period=2", "localsgd:period=2"])
 def test_uneven_runs_are_deterministic_too(spec):
     first = ranks(4, uneven, spec=spec, steps=[8, 5, 7, 6], topology=[[0, 1, 2], [3]])

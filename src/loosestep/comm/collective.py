@@ -108,6 +108,10 @@ class Collective:
         """Average now, every rank being here already (after `meet`, or while joining)."""
         return self._exchanges.run(lambda: self._average(offer, self._call(Kind.EXCHANGE, offer)))
 
+    def invite(self) -> None:
+        """Start a round by hand: who waits at a lower kind joins, then everybody is here for `average` and the like."""
+        self._exchanges.run(lambda: self._call(Kind.EXCHANGE, None))
+
     def meet(self, kind: Kind) -> None:
         """Wait until every rank is at `kind`, joining what the others do until then."""
         served = self._gradients.submit(lambda: self._serve(kind)) if self._gradients and kind < Kind.GATHER else None
@@ -256,7 +260,7 @@ class Collective:
 
     def _enter(self, scope: Scope, checksum: float) -> None:
         rows = self._header(self._channels.node, Kind.GRADIENTS, scope=scope, checksum=checksum)
-        if scope == "world":
+        if scope == "world" and self._channels.world is not self._channels.node:
             rows = self._header(self._channels.world, Kind.GRADIENTS, scope=scope, checksum=checksum)
         present = rows[rows[:, KIND] == Kind.GRADIENTS]
         if (present[:, SCOPE] != present[0, SCOPE]).any():

@@ -1,0 +1,227 @@
+"""ADPSGD and DelayByOne attached, on real processes."""
+
+import threading
+import time
+
+import pytest
+import torch
+from pool import errors, ranks
+from torch import nn
+
+import loosestep
+from loosestep import ADPSGD, DelayByOne, Topology
+
+GRID = [[0, 1], [2, 3]]
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.out = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.norm(self.first(x))))
+
+
+def train(rank: int, spec: str, steps: list[int] | int = 30, topology=GRID, pause: float = 0.002):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    threads = threading.active_count()
+    with loosestep.attach(model, optimizer, spec, topology=Topology(topology), deadline=20) as run:
+        for step in range(steps if isinstance(steps, int) else steps[rank]):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            time.sleep(pause)
+        before = flat(model)
+        with run.consensus():
+            inside = flat(model)
+        if isinstance(steps, int):  # otherwise the node's other ranks may have stepped meanwhile
+            assert torch.equal(flat(model), before)
+        local = run.stats
+    return {
+        "end": flat(model),
+        "inside": inside,
+        "stats": run.stats,
+        "local": local,
+        "threads": threading.active_count() - threads,
+        "unused": [p.grad for p in model.unused.parameters()],
+        "var": model.norm.running_var.clone(),
+    }
+
+
+SPECS = [
+    "adpsgd",
+    "adpsgd:topology=random-ring",
+    "adpsgd:topology=pairs",
+    "adpsgd:topology=exponential",
+    "adpsgd:replica=node",
+    "adpsgd:lockstep=true",
+    "adpsgd:max_staleness=2",
+    "adpsgd:average_momentum=true",
+    "adpsgd:rate=0.5",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_gossip_run_ends_identical_everywhere_with_nothing_left(spec):
+    results = ranks(4, train, spec=spec)
+    for result in results:
+        assert torch.equal(result["end"], results[0]["end"])
+        assert result["threads"] == 0
+        assert result["stats"]["steps"] == 30
+        assert result["stats"]["lost"] == []
+    assert results[0]["stats"]["global_steps"] == 120
+    assert sum(result["local"]["folds"] for result in results) > 20
+
+
+@pytest.mark.parametrize("topology", [[[0, 1, 2], [3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str)
+def test_the_ranks_of_any_node_are_one_learner(topology):
+    results = ranks(4, train, spec="adpsgd:replica=node", topology=topology)
+    assert all(torch.equal(result["end"], results[0]["end"]) for result in results)
+    first = topology[0]
+    assert all(torch.equal(results[rank]["inside"], results[first[0]]["inside"]) for rank in first)
+
+
+@pytest.mark.parametrize("spec", ["adpsgd", "adpsgd:topology=random-ring", "adpsgd:replica=node"])
+@pytest.mark.parametrize("steps", [[30, 10, 20, 5], [0, 20, 20, 20], [12, 13, 14, 15]], ids=str)
+def test_learners_may_finish_at_different_times(spec, steps):
+    results = ranks(4, train, spec=spec, steps=steps)
+    assert all(torch.equal(result["end"], results[0]["end"]) for result in results)
+    assert all(result["end"].isfinite().all() for result in results)
+
+
+def test_no_stop_protocol_is_needed_from_the_user_and_nobody_hangs_on_exit():
+    assert [result["threads"] for result in ranks(4, train, spec="adpsgd", steps=[1, 2, 3, 4])] == [0] * 4
+
+
+def test_gradients_are_not_misaligned_when_a_parameter_is_unused():
+    results = ranks(4, train, spec="adpsgd")
+    assert all(result["unused"] == [None, None] for result in results)
+
+
+def test_batch_norm_is_exchanged_and_its_variance_stays_positive():
+    results = ranks(4, train, spec="adpsgd")
+    for result in results:
+        assert torch.equal(result["var"], results[0]["var"])
+        assert (result["var"] > 0).all()
+
+
+def test_a_world_of_one_works():
+    result = ranks(1, train, spec="adpsgd", topology=[[0]])[0]
+    assert result["stats"]["steps"] == 30
+    assert result["stats"]["exchanges"] == 0
+
+
+def shape(rank: int, topology):
+    return train(rank, ADPSGD(topology=topology), topology=[[0], [1], [2], [3]])
+
+
+def test_an_explicit_graph_and_a_matrix_work():
+    path = {0: [1], 1: [2], 2: [3]}
+    quarter = [[0.25] * 4] * 4
+    for topology in (path, quarter):
+        results = ranks(4, shape, topology=topology)
+        assert all(torch.equal(result["end"], results[0]["end"]) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ({0: [1], 2: [3]}, "not connected: rank(s) [2, 3]"),
+        ([[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0.4, 0.5], [0, 0, 0.5, 0.5]], "row 2 is"),
+        ([[1.0]], "must be 4 x 4"),
+    ],
+)
+def test_a_graph_that_does_not_work_is_refused_on_every_rank(topology, message):
+    for seen in errors(4, shape, topology=topology):
+        assert message in seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"topology": "rink"}, "unknown topology 'rink'; valid are ring, random-ring, pairs, exponential"),
+        ({"rate": 0}, "rate must be above 0"),
+        ({"max_staleness": 0}, "max_staleness must be a whole number of at least 1"),
+        ({"replica": "gpu"}, "replica must be one of"),
+        ({"seed": -1}, "seed must be"),
+        ({"cpu_share": 2}, "cpu_share must be"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ADPSGD(**arguments)
+
+
+def late_momentum(rank: int):
+    model = nn.Linear(2, 2)
+    loosestep.attach(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "adpsgd:average_momentum=true", topology=Topology([[0]])
+    )
+
+
+def test_averaging_a_momentum_that_is_not_there_is_refused():
+    assert "average_momentum needs SGD with momentum" in errors(1, late_momentum)[0]
+
+
+def momenta(rank: int, spec: str):
+    model = nn.ParameterList([nn.Parameter(torch.zeros(50))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
+    with loosestep.attach(model, optimizer, spec, topology=Topology([[0], [1]]), deadline=20):
+        for step in range(40):
+            optimizer.zero_grad()
+            (model[0] * (float(rank) if step == 0 else 0.0)).sum().backward()
+            optimizer.state[model[0]]["momentum_buffer"] = optimizer.state[model[0]].get(
+                "momentum_buffer", torch.zeros(50)
+            )
+            optimizer.step()
+            optimizer.param_groups[0]["momentum"] = 1.0
+            time.sleep(0.002)
+        return optimizer.state[model[0]]["momentum_buffer"].mean().item()
+
+
+def test_momentum_is_averaged_on_request_and_stays_local_otherwise():
+    local = ranks(2, momenta, spec="adpsgd")
+    shared = ranks(2, momenta, spec="adpsgd:average_momentum=true")
+    assert local == pytest.approx([0.0, 1.0])
+    assert shared == pytest.approx([0.5, 0.5], abs=0.05)
+
+
+# Delay by one ---------------------------------------------------------------------------------------------------------
+
+
+def delayed(rank: int, older: bool, steps: int = 12):
+    model = nn.ParameterList([nn.Parameter(torch.linspace(0, 1, 7, dtype=torch.float64))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    with loosestep.attach(model, optimizer, DelayByOne(older_gradient=older), topology=Topology(GRID), deadline=20):
+        for _ in range(steps):
+            seen.append(model[0].detach().clone())
+            optimizer.zero_grad()
+            (model[0] - rank).square().sum().div(2).backward()
+            optimizer.step()
+    return seen, model[0].detach()
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_delay_by_one_is_its_formula(older):
+    """x_{k+1} = mean(x_k) - a g(x_k), or - a g(x_{k-1}): the model that computes gradients sees x_k, or x_{k-1}."""
+    results = ranks(4, delayed, older=older)
+    start = torch.linspace(0, 1, 7, dtype=torch.float64)
+    previous, now = [start] * 4, [start] * 4
+    for step in range(12):
+        at = previous if older else now
+        for rank, (seen, _) in enumerate(results):
+            torch.testing.assert_close(seen[step], at[rank], rtol=0, atol=1e-12)
+        mean = sum(now) / 4
+        previous, now = now, [mean - 0.1 * (at[rank] - rank) for rank in range(4)]
+    for _, end in results:
+        torch.testing.assert_close(end, sum(now) / 4, rtol=0, atol=1e-12)
