@@ -38,7 +38,8 @@ from loosestep.cli.train import (
     short,
 )
 from loosestep.recipes import Task
-from loosestep.trace.report import common_target, figures, groups, headers, write_report
+from loosestep.trace.plots import groups
+from loosestep.trace.report import columns, common_target, write_report
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import RunFolder
 from loosestep.training.loop import starting_lr
@@ -183,11 +184,13 @@ class Comparison:
 
 def table(outcomes: Sequence[Outcome], target: float | None) -> Table:
     """One row per strategy."""
+    told = [column for column in columns(outcomes, target) if column.brief]
     drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, header in enumerate(headers(outcomes, target)):
-        drawn.add_column(header, justify="right" if i else "left", style="" if i else "bold")
+    drawn.add_column("", style="bold", overflow="fold", min_width=12)
+    for column in told:
+        drawn.add_column(column.title, justify="right")
     for strategy, runs in groups(outcomes).items():
-        drawn.add_row(escape(strategy), *figures(runs, target))
+        drawn.add_row(escape(strategy.replace(",", ", ")), *(column.cell(runs) for column in told))
     return drawn
 
 

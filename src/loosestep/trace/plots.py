@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -19,18 +20,32 @@ FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "#24292f"}
 STEPS_DRAWN, STEPS_SHOWN = 240, 24
 
 
-def colours(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """A colour for each strategy."""
-    strategies = list(dict.fromkeys(outcome.strategy for outcome in outcomes))
-    return {strategy: COLOURS[i % len(COLOURS)] for i, strategy in enumerate(strategies)}
+def groups(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Runs that differ only in their seed, under a name: the strategy, and the first folder's name where that is not enough."""
+    alike: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        config = outcome.config.but(seed=0, command="", generation=0, environment={}, keep=1, data=None)
+        alike.setdefault(repr(config), []).append(outcome)
+    runs = list(alike.values())
+    often = Counter(group[0].strategy for group in runs)
+    return {
+        first.strategy if often[first.strategy] == 1 else f"{first.strategy}, {first.name}": group
+        for group in runs
+        for first in group[:1]
+    }
 
 
-def curves(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name."""
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+
+
+def curves(outcomes: Sequence[Outcome]) -> Any:
     """Loss and quality (rows) against gradients and against time (columns)."""
     figure = make_subplots(rows=2, cols=2, shared_yaxes=True, horizontal_spacing=0.04, vertical_spacing=0.12)
     quality = outcomes[0].quality_name
     for row, curve_of in enumerate((lambda o: o.loss_curve, lambda o: o.quality_curve), start=1):
-        draw(figure, outcomes, names, curve_of, row=row)
+        draw(figure, outcomes, curve_of, row=row)
     positive = all(point.value > 0 for outcome in outcomes for point in outcome.loss_curve)
     figure.update_yaxes(**({"type": "log", "dtick": "D2"} if positive else {}), row=1)
     figure.update_yaxes(title_text="training loss", row=1, col=1)
@@ -42,48 +57,40 @@ def curves(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
     return style(figure, height=640)
 
 
-def draw(
-    figure: Any,
-    outcomes: Sequence[Outcome],
-    names: Sequence[str],
-    curve_of: Callable[[Outcome], list[Point]],
-    *,
-    row: int,
-) -> None:
+def draw(figure: Any, outcomes: Sequence[Outcome], curve_of: Callable[[Outcome], list[Point]], *, row: int) -> None:
     """One row: a curve of every run, against gradients and against seconds."""
-    colour_of, seen = colours(outcomes), set[str]()
-    for outcome, name in zip(outcomes, names, strict=True):
-        points = [point for point in curve_of(outcome) if math.isfinite(point.value)]
-        thin = sum(other.strategy == outcome.strategy for other in outcomes) > 1
-        for column, x in enumerate(([p.gradients for p in points], [round(p.seconds, 3) for p in points]), start=1):
-            line = go.Scatter(
-                x=x, y=[p.value for p in points], name=name, legendgroup=name,
-                showlegend=row == column == 1 and name not in seen, mode="lines" if len(points) > 30 else "lines+markers",
-                line={"color": colour_of[outcome.strategy], "width": 1.3 if thin else 2}, marker={"size": 5},
-            )  # fmt: skip
-            figure.add_trace(line, row=row, col=column)
-        seen.add(name)
+    named = groups(outcomes)
+    colour_of = colours(named)
+    for name, runs in named.items():
+        for i, outcome in enumerate(runs):
+            points = [point for point in curve_of(outcome) if math.isfinite(point.value)]
+            for column, x in enumerate(([p.gradients for p in points], [round(p.seconds, 3) for p in points]), start=1):
+                line = go.Scatter(
+                    x=x, y=[p.value for p in points], name=name, legendgroup=name, showlegend=row == column == 1 and i == 0,
+                    mode="lines" if len(points) > 30 else "lines+markers", marker={"size": 5},
+                    line={"color": colour_of[name], "width": 2 if len(runs) == 1 else 1.3},
+                    hovertemplate=f"{name}, seed {outcome.config.seed}: %{{y:.4g}}<extra></extra>",
+                )  # fmt: skip
+                figure.add_trace(line, row=row, col=column)
 
 
-def distances(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
+def distances(outcomes: Sequence[Outcome]) -> Any:
     """The consensus distance against gradients and time."""
     figure = make_subplots(rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.04)
-    draw(figure, outcomes, names, lambda outcome: outcome.distance_curve, row=1)
+    draw(figure, outcomes, lambda outcome: outcome.distance_curve, row=1)
     figure.update_yaxes(title_text="consensus distance", row=1, col=1, rangemode="tozero")
     figure.update_xaxes(title_text="gradients of all learners", row=1, col=1)
     figure.update_xaxes(title_text="seconds of training", row=1, col=2)
     return style(figure, height=320)
 
 
-def bars(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
-    """Where the time of each rank went, and how much of the exchanges was hidden behind compute."""
+def bars(outcomes: Sequence[Outcome]) -> Any:
+    """Where the time of each rank went, and how much of the exchanges was hidden behind compute; the first seeds."""
     figure = make_subplots(
         rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.05,
         subplot_titles=("share of the ranks' time", "seconds of exchanges per rank"),
     )  # fmt: skip
-    rows = [
-        (f"{name}, rank {a.rank}", a) for outcome, name in zip(outcomes, names, strict=True) for a in outcome.activities
-    ]
+    rows = [(f"{name}, rank {a.rank}", a) for name, runs in groups(outcomes).items() for a in runs[0].activities]
     labels = [label for label, _ in rows]
     shares = {
         "computes": [1 - _share(activity) for _, activity in rows],
@@ -141,38 +148,36 @@ def timeline(outcome: Outcome) -> Any:
     return style(figure, height=110 + 46 * len(labels))
 
 
-def staleness(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
+def staleness(outcomes: Sequence[Outcome]) -> Any:
     """How many steps old what was folded was: the share of the folds."""
-    figure, colour_of = go.Figure(), colours(outcomes)
-    for outcome, name in zip(outcomes, names, strict=True):
-        counts = Counter(round(value) for value in outcome.staleness)
-        total = sum(counts.values())
-        if total:
+    figure, named = go.Figure(), groups(outcomes)
+    colour_of = colours(named)
+    for name, runs in named.items():
+        counts = Counter(round(value) for outcome in runs for value in outcome.staleness)
+        if counts:
             x = sorted(counts)
-            y = [counts[value] / total for value in x]
-            figure.add_trace(go.Bar(x=x, y=y, name=name, marker_color=colour_of[outcome.strategy]))
+            y = [counts[value] / counts.total() for value in x]
+            figure.add_trace(go.Bar(x=x, y=y, name=name, marker_color=colour_of[name]))
     figure.update_yaxes(title_text="share of the folds", tickformat=".0%")
     figure.update_xaxes(title_text="staleness: steps from snapshot to fold", dtick=1 if _few(outcomes) else None)
     return style(figure, height=320)
 
 
-def traffic(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
-    """Megabytes per gradient, inside and between nodes."""
-    between = [outcome.per_gradient("bytes_between_nodes") / 1e6 for outcome in outcomes]
-    total = [outcome.per_gradient("bytes_sent") / 1e6 for outcome in outcomes]
-    figure = go.Figure(
-        [
-            go.Bar(orientation="h", y=list(names), x=between, name="between nodes", marker_color="#c2571a"),
-            go.Bar(
-                orientation="h", y=list(names), x=[max(0.0, t - b) for t, b in zip(total, between, strict=True)],
-                name="inside nodes", marker_color="#9fb8a3",
-            ),
-        ]
-    )  # fmt: skip
+def traffic(outcomes: Sequence[Outcome]) -> Any:
+    """Megabytes per gradient, inside and between nodes; the mean of the seeds."""
+    named = groups(outcomes)
+    between, total = (
+        [statistics.mean(outcome.per_gradient(kind) for outcome in runs) / 1e6 for runs in named.values()]
+        for kind in ("bytes_between_nodes", "bytes_sent")
+    )
+    inside = [max(0.0, t - b) for t, b in zip(total, between, strict=True)]
+    figure = go.Figure()
+    for kind, values, colour in (("between nodes", between, "#c2571a"), ("inside nodes", inside, "#9fb8a3")):
+        figure.add_trace(go.Bar(orientation="h", y=list(named), x=values, name=kind, marker_color=colour))
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text="megabytes sent per gradient")
     figure.update_yaxes(autorange="reversed")
-    return style(figure, height=130 + 28 * len(outcomes))
+    return style(figure, height=130 + 28 * len(named))
 
 
 def style(figure: Any, *, height: int) -> Any:

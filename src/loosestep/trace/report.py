@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,12 @@ code {{ background: #f6f8fa; padding: .15rem .35rem; border-radius: 4px; font-si
 </body></html>
 """
 
-HEADERS = (
-    "", "{quality}", "gradients/s", "seconds", "to target", "waiting", "MB/gradient", "between nodes", "staleness", "distance", "lr",
-)  # fmt: skip
-
 
 def write_report(
     outcomes: Sequence[Outcome], path: Path, *, target: float | None = None, timeline: Path | None = None
 ) -> None:
     """Write the page, and for a single run the timeline for Perfetto; folders are made."""
-    names = name_runs(outcomes)
+    named = plots.groups(outcomes)
     several = len(outcomes) > 1
     recipe = outcomes[0].begin["recipe"]
     title = f"{recipe}: {len(outcomes)} runs" if several else f"{recipe}, {outcomes[0].strategy}"
@@ -52,31 +49,31 @@ def write_report(
         _section(
             "Loss and quality",
             "Loss: mean over the ranks. Quality: of the mean of all replicas, on the test data; the last point is the final model.",
-            plots.curves(outcomes, names),
+            plots.curves(outcomes),
             library=True,
         ),
         _section(
             "Waiting and overlap",
             "Left: the part of the training time each rank computed and waited (evaluations left out). Right: how long "
             "exchanges were under way, and how much of that was hidden behind compute.",
-            plots.bars(outcomes, names),
+            plots.bars(outcomes),
         ),
-        *_timelines(outcomes, names),
+        *_timelines(outcomes),
         _section(
             "Staleness",
             "How old was what arrived, in steps of the learner it arrived at.",
-            plots.staleness(outcomes, names),
+            plots.staleness(outcomes),
         )
         if any(outcome.staleness for outcome in outcomes)
         else "",
         _section(
             "Consensus distance",
             "Root mean square distance of the replicas to their mean.",
-            plots.distances(outcomes, names),
+            plots.distances(outcomes),
         ),
-        _section("Bytes", "Sent by all ranks, per gradient.", plots.traffic(outcomes, names)),
-        *(_examples(outcome, name) for outcome, name in zip(outcomes, names, strict=True)),
-        _environment(outcomes, names),
+        _section("Bytes", "Sent by all ranks, per gradient.", plots.traffic(outcomes)),
+        *(_examples(runs[0], name) for name, runs in named.items()),
+        _environment(outcomes),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(PAGE.format(title=html.escape(title), body="\n".join(sections)), encoding="utf-8")
@@ -85,28 +82,7 @@ def write_report(
         write_timeline(timeline, outcomes[0].activities, node_of)
 
 
-def name_runs(outcomes: Sequence[Outcome]) -> list[str]:
-    """As short as they can be told apart: the strategy, with the seed, or the folder's name."""
-    for naming in (
-        lambda o: o.strategy,
-        lambda o: f"{o.strategy}, seed {o.config.seed}",
-        lambda o: f"{o.strategy}, {o.name}",
-    ):
-        names = [naming(outcome) for outcome in outcomes]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{name} ({i})" for i, name in enumerate(names, start=1)]
-
-
 # --------------------------------------------------------------------------------------------------- table of results
-
-
-def groups(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """The runs of each strategy: its seeds."""
-    found: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        found.setdefault(outcome.strategy, []).append(outcome)
-    return found
 
 
 def common_target(outcomes: Sequence[Outcome]) -> float | None:
@@ -117,28 +93,49 @@ def common_target(outcomes: Sequence[Outcome]) -> float | None:
     return min(best) if outcomes[0].higher_is_better else max(best)
 
 
-def figures(runs: Sequence[Outcome], target: float | None) -> list[str]:
-    """One row of the table: mean and, with several seeds, spread."""
-    reached = [None if target is None else run.seconds_to(target) for run in runs]
-    times = [value for value in reached if value is not None]
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of results: a number of every run, spelt as a mean; `spread` beside it where it matters."""
+
+    title: str
+    value: Callable[[Outcome], float | None]
+    spell: Callable[[float], str]
+    spread: bool = False
+    brief: bool = True
+    """Also in the table on the terminal, which has less room."""
+
+    def cell(self, runs: Sequence[Outcome]) -> str:
+        """Of the seeds of a strategy."""
+        values = [value for value in map(self.value, runs) if value is not None]
+        if len(values) < len(runs):
+            return f"{len(values)} of {len(runs)} runs"
+        return spread(values, self.spell) if self.spread else self.spell(statistics.mean(values))
+
+
+def columns(outcomes: Sequence[Outcome], target: float | None) -> list[Column]:
+    """What the table of these runs tells."""
+    at = "target" if target is None else _percent(target)
     return [
-        spread([run.quality for run in runs if run.quality is not None], _percent),
-        spread([run.speed for run in runs], "{:.0f}".format),
-        spread([run.seconds for run in runs], "{:.1f}".format),
-        spread(times, "{:.1f}".format) if times and len(times) == len(runs) else f"{len(times)} of {len(runs)}",
-        spread([run.waiting for run in runs], "{:.0%}".format),
-        spread([run.per_gradient("bytes_sent") / 1e6 for run in runs], "{:.3g}".format),
-        spread([run.per_gradient("bytes_between_nodes") / 1e6 for run in runs], "{:.3g}".format),
-        spread([run.staleness_mean for run in runs], "{:.1f}".format),
-        spread([run.distance for run in runs], "{:.2g}".format),
-        spread([float(run.begin["lr"]) for run in runs], "{:.2g}".format),
+        Column(outcomes[0].quality_name, lambda run: run.quality, _percent, spread=True),
+        Column("gradients/s", lambda run: run.speed, "{:.0f}".format, spread=True),
+        Column("seconds", lambda run: run.seconds, "{:.1f}".format, brief=False),
+        Column(
+            f"s to {at}", lambda run: None if target is None else run.seconds_to(target), "{:.1f}".format, spread=True
+        ),
+        Column("waiting", lambda run: run.waiting, "{:.0%}".format),
+        Column("MB/gradient", lambda run: run.per_gradient("bytes_sent") / 1e6, "{:.3g}".format),
+        Column(
+            "between nodes", lambda run: run.per_gradient("bytes_between_nodes") / 1e6, "{:.3g}".format, brief=False
+        ),
+        Column("staleness", lambda run: run.staleness_mean, "{:.1f}".format),
+        Column("distance", lambda run: run.distance, "{:.2g}".format),
+        Column(
+            "lr",
+            lambda run: float(run.begin["lr"]),
+            "{:.2g}".format,
+            brief=len({run.begin["lr"] for run in outcomes}) > 1,
+        ),
     ]
-
-
-def headers(outcomes: Sequence[Outcome], target: float | None) -> list[str]:
-    """The table's first row; the target is part of its column's name."""
-    named = "to target" if target is None else f"s to {_percent(target)}"
-    return [header.format(quality=outcomes[0].quality_name).replace("to target", named) for header in HEADERS]
 
 
 def spread(values: Sequence[float], spell: Callable[[float], str]) -> str:
@@ -155,7 +152,8 @@ def _percent(value: float) -> str:
 
 def _results(outcomes: Sequence[Outcome], target: float | None) -> str:
     target = common_target(outcomes) if target is None else target
-    rows = [[name, *figures(runs, target)] for name, runs in groups(outcomes).items()]
+    told = columns(outcomes, target)
+    rows = [[name, *(column.cell(runs) for column in told)] for name, runs in plots.groups(outcomes).items()]
     note = "± is the standard deviation over seeds. " if len(outcomes) > len(rows) else ""
     note += (
         "MB/gradient: sent by all ranks. Distance: root mean square distance of the replicas to their mean, at the end."
@@ -163,7 +161,7 @@ def _results(outcomes: Sequence[Outcome], target: float | None) -> str:
     incomplete = [outcome.name for outcome in outcomes if outcome.final is None]
     if incomplete:
         note = f"Not complete: {', '.join(incomplete)}. {note}"
-    return f'{_table(headers(outcomes, target), rows)}<p class="note">{html.escape(note)}</p>'
+    return f'{_table(("", *(column.title for column in told)), rows)}<p class="note">{html.escape(note)}</p>'
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[Any]], kind: str = "") -> str:
@@ -177,16 +175,17 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[Any]], kind: str = "") -
 
 def _section(title: str, note: str, figure: Any, *, library: bool = False) -> str:
     """A heading, a line, a figure; plotly's library comes with the first one, once."""
-    drawn = figure.to_html(full_html=False, include_plotlyjs=library, config={"displaylogo": False, "responsive": True})
-    return f'<h2>{html.escape(title)}</h2><p class="note">{html.escape(note)}</p>{drawn}'
+    return f'<h2>{html.escape(title)}</h2><p class="note">{html.escape(note)}</p>{_draw(figure, library=library)}'
 
 
-def _timelines(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[str]:
+def _draw(figure: Any, *, library: bool = False) -> str:
+    config = {"displaylogo": False, "responsive": True}
+    return str(figure.to_html(full_html=False, include_plotlyjs=library, config=config))
+
+
+def _timelines(outcomes: Sequence[Outcome]) -> list[str]:
     """The first run of each strategy."""
-    firsts = {id(runs[0]) for runs in groups(outcomes).values()}
-    shown = [(o, name) for o, name in zip(outcomes, names, strict=True) if id(o) in firsts and o.activities][
-        :MOST_TIMELINES
-    ]
+    shown = [(name, runs[0]) for name, runs in plots.groups(outcomes).items() if runs[0].activities][:MOST_TIMELINES]
     note = (
         "From the middle of the run, one row per rank: what it does, and below it the exchanges in the background. Drag to "
         "zoom, double-click for everything."
@@ -194,18 +193,11 @@ def _timelines(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[str]:
     if len(outcomes) == 1:
         note += " The whole run is in timeline.json, for ui.perfetto.dev."
     head = f'<h2>Who does what when</h2><p class="note">{note}</p>' if shown else ""
-    figures = [
-        f"<h3>{html.escape(name)}</h3>"
-        + plots.timeline(o).to_html(
-            full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
-        )
-        for o, name in shown
-    ]
-    return [head, *figures]
+    return [head, *(f"<h3>{html.escape(name)}</h3>{_draw(plots.timeline(outcome))}" for name, outcome in shown)]
 
 
 def _examples(outcome: Outcome, name: str) -> str:
-    if outcome.final is None or not outcome.final["examples"] or outcome.config.seed != 0:
+    if outcome.final is None or not outcome.final["examples"]:
         return ""
     rows = "".join(
         f"<tr><td>{html.escape(e['name'])}</td><td>{html.escape(e['expected'])}</td>"
@@ -216,7 +208,7 @@ def _examples(outcome: Outcome, name: str) -> str:
     return f'<h2>What {html.escape(name)} recognised</h2><div class="scroll"><table class="words">{head}{rows}</table></div>'
 
 
-def _environment(outcomes: Sequence[Outcome], names: Sequence[str]) -> str:
+def _environment(outcomes: Sequence[Outcome]) -> str:
     first = outcomes[0]
     nodes = first.begin["nodes"]
     facts = {

@@ -19,7 +19,7 @@ class Activity:
     waits: list[Span] = field(default_factory=list)
     exchanges: list[Span] = field(default_factory=list)
     pauses: list[Span] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
     others_pauses: list[Span] = field(default_factory=list)
 
     @property
@@ -71,8 +71,10 @@ def read_activities(events: Iterable[dict[str, Any]]) -> list[Activity]:
             open_starts.append(at)
         elif kind == "landed" and open_starts:
             activity.exchanges.append((open_starts.pop(0), at))
-        elif kind == "fold" and "staleness" in fields:
-            activity.staleness.append(int(fields["staleness"]))
+        elif kind == "fold":
+            activity.staleness.append(float(fields["staleness"]))
+            activity.exchanges += [(start, at) for start in open_starts]  # gossip: nothing lands before it is folded
+            open_starts.clear()
     for activity in ranks.values():
         others = (other for other in ranks.values() if other is not activity)
         activity.others_pauses = [

@@ -129,7 +129,7 @@ class Outcome:
         return statistics.mean(shares) if shares else 0.0
 
     @property
-    def staleness(self) -> list[int]:
+    def staleness(self) -> list[float]:
         """Of every fold of every rank."""
         return [value for activity in self.activities for value in activity.staleness]
 
