@@ -84,13 +84,16 @@ def test_the_demo_trains_with_both_and_leaves_a_report_that_needs_nothing_else(t
     assert "<script src=" not in page
 
 
-def test_a_bad_strategy_is_refused_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"), [("--daso", "dasso", "did you mean"), ("--bandwidth", "fast", "fast")]
+)
+def test_bad_options_are_refused_before_anything_starts(tmp_path: Path, option: str, value: str, message: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "loosestep.demo", "--daso", "dasso"],
+        [sys.executable, "-m", "loosestep.demo", option, value],
         cwd=tmp_path, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "did you mean" in done.stderr
+    assert message in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

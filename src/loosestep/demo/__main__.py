@@ -49,13 +49,13 @@ def main(
         limited = lab.network is not None
         link = f"a link of {bandwidth} between them" if limited else "no limit between them"
         console.print(f"[bold]loosestep[/]: two nodes of two processes, {link}")
+        console.print(f"A ResNet-20 learns handwritten digits with torch DDP, then with {spell(daso)}.")
         console.print("Starting four processes ...", style="dim")
         command = [sys.executable, "-m", "loosestep.demo.worker", folder, "--steps", str(steps), "--daso", daso]
         command += ["--width", str(width), "--interface", INTERFACE if limited else ""]
         watch(lab, command, console, strategies=[DDP, daso], steps=steps)
         outcomes = [Outcome.read(Path(folder), name, NODES * RANKS_PER_NODE) for name in (DDP, daso)]
     console.print(closing_table(outcomes))
-    console.print(f"{spell(daso)}: the same network (a ResNet-20), digits and number of gradients as DDP.", style="dim")
     how = "counted on its link" if limited else "computed, for there is no link to count on"
     console.print(
         f"A gradient is one backward pass of one rank. Sent per node: {how}. Evaluations and the final average count, "
@@ -71,6 +71,8 @@ def open_lab(console: Console, bandwidth: str | None) -> Iterator[Lab]:
     """The emulated cluster, or the same processes without limited links where it cannot be made."""
     try:
         lab = Lab(NODES, RANKS_PER_NODE, bandwidth=bandwidth, network=bandwidth is not None)
+    except ValueError as error:
+        refuse(error)
     except LabError as error:
         console.print(f"[yellow]Links are not limited here[/], so DDP looks better than on a cluster: {error}")
         lab = Lab(NODES, RANKS_PER_NODE, network=False)

@@ -26,11 +26,16 @@ def file_of(folder: Path, strategy: str, rank: int) -> Path:
     return folder / f"{strategy.partition(':')[0]}-{rank}.json"
 
 
+def short_name(strategy: str) -> str:
+    """`DASO` for `daso:period=4,delay=3`."""
+    return "torch DDP" if strategy == DDP else type(read_strategy(strategy)).__name__
+
+
 def spell(strategy: str) -> str:
     """`DASO(period=4, delay=3)` for `daso:period=4,delay=3`."""
     if strategy == DDP:
-        return "torch DDP"
-    return f"{type(read_strategy(strategy)).__name__}({strategy.partition(':')[2].replace(',', ', ')})"
+        return short_name(strategy)
+    return f"{short_name(strategy)}({strategy.partition(':')[2].replace(',', ', ')})"
 
 
 @dataclass
@@ -100,7 +105,7 @@ class Outcome:
     @property
     def name(self) -> str:
         """For tables and legends."""
-        return "torch DDP" if self.strategy == DDP else type(read_strategy(self.strategy)).__name__
+        return short_name(self.strategy)
 
     @property
     def seconds(self) -> float:

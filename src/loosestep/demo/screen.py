@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from loosestep.demo.diary import Outcome, spell
+from loosestep.demo.diary import Outcome, short_name
 
 HEADERS = ("time", "gradients/s", "speed-up", "accuracy", "sent/node", "waiting/rank")
 PLAIN_LINES = 10  # per strategy, where there is no terminal
@@ -23,7 +23,7 @@ class Screen:
         self._console, self._steps, self._ranks = console, steps, ranks
         self._progress = Progress(
             TextColumn("{task.description}", style="bold"),
-            BarColumn(bar_width=12),
+            BarColumn(bar_width=max(7, min(30, console.width - 72))),
             TextColumn("{task.fields[speed]}", justify="right"),
             TextColumn("{task.fields[quality]}"),
             TextColumn("{task.fields[waiting]}", justify="right"),
@@ -32,9 +32,9 @@ class Screen:
             disable=not console.is_terminal,
         )
         blank: dict[str, Any] = {"speed": "", "quality": "", "waiting": ""}
-        self._width = max(len(spell(name)) for name in strategies)
+        self._width = max(len(short_name(name)) for name in strategies)
         self._tasks = {
-            name: self._progress.add_task(spell(name), total=steps, start=False, **blank) for name in strategies
+            name: self._progress.add_task(short_name(name), total=steps, start=False, **blank) for name in strategies
         }
 
     def __enter__(self) -> Screen:
@@ -56,7 +56,7 @@ class Screen:
                 left = news["seconds"] / news["step"] * (self._steps - news["step"])
                 words = "  ".join(fields.values())
                 self._console.print(
-                    f"{spell(news['strategy']):{self._width}}  step {news['step']}/{self._steps}  {words}  {left:.0f} s left",
+                    f"{short_name(news['strategy']):{self._width}}  step {news['step']}/{self._steps}  {words}  {left:.0f} s left",
                     soft_wrap=True,
                 )
 
@@ -64,7 +64,7 @@ class Screen:
 def describe(news: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """Speed, quality and waiting in words."""
     seconds = max(news["seconds"], 1e-9)
-    accuracy = "" if news["accuracy"] is None else f"  accuracy {news['accuracy']:.1%}"
+    accuracy = "" if news["accuracy"] is None else f" accuracy {news['accuracy']:.1%}"
     return {
         "speed": f"{news['step'] * ranks / seconds:4.0f} gradients/s",
         "quality": f"loss {news['loss']:.3f}{accuracy}",
