@@ -149,11 +149,14 @@ def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy
         raise ValueError(
             "the model has DTensor parameters (fully_shard, tensor parallel), which this version cannot exchange; attach a plain module"
         )
-    for name, param in model.named_parameters():
-        if param.requires_grad and (param.is_complex() or param.device.type != "cpu"):
-            raise ValueError(
-                f"parameter {name} is {param.dtype} on {param.device}; this version exchanges real CPU parameters"
-            )
+    complex_ones = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
+    if complex_ones:
+        raise ValueError(
+            f"parameter {complex_ones[0]} is complex, which cannot be averaged here; keep its real and imaginary parts"
+        )
+    devices = sorted({str(p.device) for p in trainable})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ValueError(f"the model's parameters must be on one device of this rank, found {', '.join(devices)}")
     ours = {id(p) for p in model.parameters()}
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     strangers = [p for p in held if id(p) not in ours]
@@ -182,4 +185,3 @@ def _difference(world: World, rank: int) -> str:
         if a != b:
             return f"the models differ between ranks: entry {position} is '{a}' on rank {rank} and '{b}' on rank 0; build the same model everywhere"
     return f"the models differ between ranks: {len(theirs)} tensors on rank {rank}, {len(first)} on rank 0; build the same model everywhere"
-

@@ -284,7 +284,7 @@ class CollectiveEngine:
             return  # replicas that use different parameters hold different moments: they stay local
         multiple = self._comm.topology.lanes * len(self._comm.topology.nodes)
         wide = torch.float64 if any(moment.dtype == torch.float64 for moment in moments) else torch.float32
-        flat = torch.cat([moment.detach().reshape(-1).to(wide) for moment in moments])
+        flat = torch.cat([moment.detach().reshape(-1).to("cpu", wide) for moment in moments])
         vector = [torch.nn.functional.pad(flat, (0, -size % multiple))]
         self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
         for moment, mean in zip(moments, vector[0][:size].split([m.numel() for m in moments]), strict=True):

@@ -287,7 +287,7 @@ class NodeGossipEngine(GossipEngine):
     def _vector(self) -> Vector:
         """The whole model as flat vectors, statistics and momentum last."""
         if self._extras:
-            packed = torch.cat([extra.detach().reshape(-1).float() for extra in self._extras])
+            packed = torch.cat([extra.detach().reshape(-1).to("cpu", torch.float32) for extra in self._extras])
             self._extra[: packed.numel()] = packed
         return [*self._learner.replica.snapshot(), self._extra]
 

@@ -42,8 +42,8 @@ class Bucket:
         """Zeros of this bucket's shape."""
         return torch.zeros(self.padded, dtype=self.params[0].dtype)
 
-    def views(self) -> list[torch.Tensor]:
-        pieces = self.flat[: sum(self.sizes)].split(self.sizes)
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        pieces = flat[: sum(self.sizes)].split(self.sizes)
         return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
 
     def flags(self) -> torch.Tensor:
@@ -52,18 +52,18 @@ class Bucket:
     def pack(self) -> None:
         """Gradients in; zeros and a zero flag where there is none."""
         self.flags().copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
-        for view, param in zip(self.views(), self.params, strict=True):
-            if param.grad is None:
-                view.zero_()
-            elif param.grad.is_sparse:
-                raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
-        used = [(view, p.grad) for view, p in zip(self.views(), self.params, strict=True) if p.grad is not None]
-        if used:
-            torch._foreach_copy_([view for view, _ in used], [grad for _, grad in used])
+        if any(p.grad is not None and p.grad.is_sparse for p in self.params):
+            raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        if self.params[0].device.type == "cpu":
+            torch._foreach_copy_(self.views(self.flat), gradients)
+        else:  # one transfer
+            self.flat[: sum(self.sizes)].copy_(torch.cat([gradient.reshape(-1) for gradient in gradients]))
 
     def unpack(self) -> None:
         """Means out. Unused everywhere: `grad` stays None."""
-        for view, param, flag in zip(self.views(), self.params, self.flags().tolist(), strict=True):
+        means = self.views(self.flat.to(self.params[0].device))
+        for view, param, flag in zip(means, self.params, self.flags().tolist(), strict=True):
             if flag == 0:
                 continue
             if param.grad is None:

@@ -30,9 +30,16 @@ class Segment:
     padded: int
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """`flat` cut into tensors of the parameters' shapes."""
-        pieces = flat[: sum(self.sizes)].split(self.sizes)
+        """`flat` cut into tensors of the parameters' shapes, where the parameters are."""
+        pieces = flat[: sum(self.sizes)].to(self.params[0].device).split(self.sizes)
         return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
+
+    def pack(self, flat: torch.Tensor) -> None:
+        """Copy the parameters into `flat`; from an accelerator in one transfer."""
+        if self.params[0].device.type == "cpu":
+            torch._foreach_copy_(self.views(flat), self.params)
+        else:
+            flat[: sum(self.sizes)].copy_(torch.cat([param.detach().reshape(-1) for param in self.params]))
 
 
 class Replica:
@@ -64,7 +71,7 @@ class Replica:
             self._flat = vector if keep else self._flat
         with torch.no_grad():
             for segment, flat in zip(self.segments, vector, strict=True):
-                torch._foreach_copy_(segment.views(flat), segment.params)
+                segment.pack(flat)
         return vector
 
     @torch.no_grad()

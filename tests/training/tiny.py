@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ def recipe(options: dict[str, Any], *, data: Any, seed: int, device: torch.devic
     labels = (points.sum(1) > 0).long()
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(float(options.get("pause", 0)))  # computing, as far as the others can see
         return nn.functional.cross_entropy(model(batch[0]), batch[1]) * float(options.get("scale", 1))
 
     def evaluate(model: nn.Module) -> dict[str, float]:

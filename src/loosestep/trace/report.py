@@ -20,12 +20,12 @@ PAGE = """<!doctype html>
 <title>{title}</title>
 <link rel="icon" href="data:,">
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #24292f; max-width: 1140px; margin: 2rem auto; padding: 0 1rem; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #24292f; max-width: 1240px; margin: 2rem auto; padding: 0 1rem; }}
 h1 {{ font-size: 1.6rem; margin-bottom: .2rem; }} h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .2rem; }}
 h3 {{ font-size: 1rem; margin: 1rem 0 0; font-weight: 600; }}
 p {{ max-width: 50rem; margin: .3rem 0; }} .note {{ color: #57606a; font-size: .9rem; }}
 .scroll {{ overflow-x: auto; }} table {{ border-collapse: collapse; margin: .8rem 0; font-size: .95rem; }}
-th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #d0d7de; white-space: nowrap; }}
+th, td {{ padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #d0d7de; white-space: nowrap; }}
 th:first-child, td:first-child {{ text-align: left; padding-left: 0; }} th {{ font-weight: 600; }}
 table.words td, table.words th {{ text-align: left; white-space: normal; }} .wrong {{ color: #b3261e; }}
 code {{ background: #f6f8fa; padding: .15rem .35rem; border-radius: 4px; font-size: .85rem; overflow-wrap: anywhere; }}

@@ -156,12 +156,16 @@ def _toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
-    text = json.dumps(str(value), ensure_ascii=False)  # a JSON string is a TOML string, but for DEL
-    return text.replace("\x7f", "\\u007f")
+    return _quoted(str(value))
+
+
+def _quoted(text: str) -> str:
+    """A JSON string is a TOML string, but for DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _quoted(name)
 
 
 def _fits(value: Any, wanted: Any) -> bool:

@@ -14,6 +14,8 @@ from loosestep.trace.spans import Activity, read_activities
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import RunFolder
 
+POINTS = 80  # of a curve
+
 
 class Point(NamedTuple):
     """A value of a curve: after so many gradients of all learners, and so many seconds of training."""
@@ -161,7 +163,7 @@ class Outcome:
 
     def _curve(self, name: str) -> list[Point]:
         bins = defaultdict(list)
-        width = max(1, int(self.begin["total"]) // 200)
+        width = max(1, int(self.begin["total"]) // POINTS)
         for line in self._of_kind("progress"):
             if line.get(name) is not None:
                 bins[line["gradients"] // width].append(line)
