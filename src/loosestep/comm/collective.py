@@ -129,6 +129,7 @@ class Collective:
         rows = self._call(Kind.EXCHANGE, offer)
         if (rows[:, KIND] < Kind.EXCHANGE).any():  # the joiners have their snapshots now: call again, for their headers
             rows = self._call(Kind.EXCHANGE, offer)
+        self._compare(rows)
         landed = self._average(offer, rows)
         self._trace.emit("landed", seconds=landed.seconds)
         return landed
@@ -169,7 +170,6 @@ class Collective:
                 f"the parameters of rank {sick[0]} contain NaN or Inf at step {int(rows[sick[0], STEP])}: nothing was exchanged. "
                 "Lower the learning rate or clip gradients; the other ranks' parameters are intact"
             )
-        self._compare(rows)
         spread = sum(self._average_tensor(tensor, offer) for tensor in offer.vector)
         total = ordered_sum(self._x.world.gather(torch.tensor([spread], dtype=torch.float64))).item()
         buffers = self._average_buffers(offer.buffers)

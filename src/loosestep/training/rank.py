@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError)
 
 def train_rank(folder: RunFolder, config: Config, tell: Tell) -> None:
     """Train as the rank that the launcher's variables say, from wherever this run was left."""
-    # A recipe's stream never gives two ranks the same batch; equal sums of nothing (allreduce) prove nothing.
-    warnings.filterwarnings("ignore", message="several ranks computed exactly the same")
     launch = detect_launch()
     task = find_recipe(config.recipe).build(
         config.options, data=config.data_folder, seed=config.seed, device=own_device(config.device, launch.local_rank)
