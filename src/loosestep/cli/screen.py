@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from typing import Any
@@ -16,6 +17,7 @@ from rich.table import Table
 from loosestep.launch import Rank
 
 PLAIN_PAUSE = 10.0  # seconds between plain lines
+SILENCE = 15.0  # seconds after which a rank that says nothing, while others do, is no longer counted
 
 
 class Screen:
@@ -49,7 +51,7 @@ class Screen:
             self._run = message
             self._began, self._gradients_before = time.monotonic(), message["gradients"]
         elif kind == "progress":
-            self._ranks[message["rank"]] = message
+            self._ranks[message["rank"]] = {**message, "at": time.monotonic()}
         elif kind in ("evaluation", "final"):
             self._quality = message["metrics"][self._run["quality"]["name"]]
         elif kind == "warning":
@@ -82,7 +84,7 @@ class Screen:
 
     def _plain(self) -> str:
         nodes = self._nodes()
-        loss = sum(node["loss"] for node in nodes.values()) / len(nodes)
+        loss = _mean([node["loss"] for node in nodes.values()])
         speed = sum(node["speed"] for node in nodes.values())
         waiting = sum(node["waiting"] for node in nodes.values()) / len(nodes)
         parts = [f"{self._title}  {self.gradients}/{self._run['total']} gradients", self._spell_quality()]
@@ -91,11 +93,13 @@ class Screen:
 
     def _nodes(self) -> dict[int, dict[str, float]]:
         ranks_of = defaultdict(list)
+        latest = max((message["at"] for message in self._ranks.values()), default=0.0)
         for message in self._ranks.values():
-            ranks_of[message["node"]].append(message)
+            if latest - message["at"] < SILENCE:
+                ranks_of[message["node"]].append(message)
         return {
             node: {
-                "loss": sum(m["loss"] for m in ranks) / len(ranks),
+                "loss": _mean([m["loss"] for m in ranks]),
                 "speed": sum(m["speed"] for m in ranks),
                 "waiting": sum(m["waiting"] for m in ranks) / len(ranks),
             }
@@ -133,3 +137,9 @@ def spell_time(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _mean(losses: list[float]) -> float:
+    """Of those that are known: a rank that has just begun has none."""
+    known = [loss for loss in losses if math.isfinite(loss)]
+    return sum(known) / len(known) if known else math.nan

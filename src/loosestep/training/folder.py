@@ -9,12 +9,13 @@ While a run goes on each rank writes `trace/rank-N.jsonl`; they become `trace.js
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import os
 import shutil
-import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,37 +132,36 @@ class Journal:
 
     def __init__(self, folder: RunFolder, rank: int, *, trace_bytes: int = 0) -> None:
         """`trace_bytes`: where this rank's trace goes on; what lies beyond was written after the checkpoint."""
-        self.rank = rank
+        self.rank, self._folder = rank, folder
         path = folder.trace_of(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._trace = path.open("ab")
         if self._trace.tell() > trace_bytes:
             self._trace.truncate(trace_bytes)
         self._metrics = os.open(folder.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._held: list[Event] = []
-        self._lock = threading.Lock()
+        self._held: deque[Event] = deque()
         self._to_wall = time.time() - time.monotonic()  # events of several machines share the wall clock
 
     def metric(self, kind: str, *, gradients: int, **fields: Any) -> None:
         """One line, in one write: several ranks append to the same file."""
         line = {"kind": kind, "rank": self.rank, "gradients": gradients, "time": round(time.time(), 3), **fields}
-        os.write(self._metrics, (_dumps(line) + "\n").encode())
+        with _told_about(self._folder.metrics_file):
+            os.write(self._metrics, (_dumps(line) + "\n").encode())
 
     def event(self, event: Event) -> None:
-        """The sink of a trace, called from whichever thread."""
-        with self._lock:
-            self._held.append(event)
-            full = len(self._held) >= EVENTS_HELD
-        if full:
+        """The sink of a trace, called from whichever thread; the training thread writes."""
+        self._held.append(event)
+
+    def flush_when_many(self) -> None:
+        """Called every step."""
+        if len(self._held) >= EVENTS_HELD:
             self.flush()
 
     def flush(self) -> int:
         """Write what is held; the size of the file afterwards."""
-        with self._lock:
-            if self._trace.closed:  # an event of a thread that ends after the run
-                return 0
-            held, self._held = self._held, []
-            for event in held:
+        with _told_about(self._folder.trace_of(self.rank)):
+            while self._held:
+                event = self._held.popleft()
                 line = {"time": round(event.time + self._to_wall, 6), "rank": self.rank, "kind": event.kind}
                 self._trace.write((_dumps({**line, "fields": event.fields}) + "\n").encode())
             self._trace.flush()
@@ -171,10 +171,23 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.flush()
-        with self._lock:
-            self._trace.close()
-        os.close(self._metrics)
+        try:
+            self.flush()
+        finally:
+            with contextlib.suppress(OSError):  # a full disk, already told
+                self._trace.close()
+            os.close(self._metrics)
+
+
+@contextlib.contextmanager
+def _told_about(path: Path) -> Iterator[None]:
+    """A full disk, with the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{path} could not be written: {error.strerror}; what was written before is untouched"
+        ) from error
 
 
 def _dumps(value: Any) -> str:

@@ -133,6 +133,7 @@ class Trainer:
             self._evaluate()
         if due(self.config.checkpoint_every or max(1, self.total // 10)) or done:
             self._save()
+        self.journal.flush_when_many()
         self._say()
 
     def finish(self) -> None:
