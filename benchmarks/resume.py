@@ -53,6 +53,7 @@ def main() -> None:
     given = parser.parse_args()
     settings = Settings(given.gradients, given.every)
     draw = random.Random(given.seed)
+    print("# Kill -9 at a random moment, and resume\n")
     print(
         f"{platform.platform()}, {os.cpu_count()} cores, python {platform.python_version()}, torch {torch.__version__}"
     )

@@ -22,15 +22,27 @@ from loosestep.cli.running import (
     train_as_given,
 )
 from loosestep.recipes import find_recipe
+from loosestep.strategies import STRATEGIES
 from loosestep.topology import Launch
 from loosestep.training.config import Config, TrainingError, make_config, parse_settings, read_toml
 from loosestep.training.folder import RunFolder
 
+RECIPES = ("acoustic", "vision")
 NOT_SETTINGS = ("generation", "command", "environment")  # of a run's config.toml that is given as --config
 
-RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="acoustic, vision, or FILE.py:function for your own.")
-]
+
+def complete_recipe(begun: str) -> list[str]:
+    return [name for name in RECIPES if name.startswith(begun)]
+
+
+def complete_strategy(begun: str) -> list[str]:
+    return [name for name in STRATEGIES if name.startswith(begun)]
+
+
+OneRecipe: Any = typer.Argument(
+    metavar="RECIPE", help="acoustic, vision, or FILE.py:function for your own.", autocompletion=complete_recipe
+)
+RecipeName = Annotated[str, OneRecipe]
 Nodes = Annotated[int | None, typer.Option(help="How many nodes to start on this machine (1).")]
 RanksPerNode = Annotated[str | None, typer.Option(help="Processes a node: 2, or 3,2 for uneven nodes (1).")]
 Data = Annotated[Path | None, typer.Option(help="A folder or file with data; without, the recipe's own data.")]
@@ -52,11 +64,12 @@ Runs = Annotated[Path, typer.Option(help="Where run folders are made.")]
 
 
 def train(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="acoustic, vision, or FILE.py:function for your own.")
-    ] = None,
+    recipe: Annotated[str | None, OneRecipe] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="How learners exchange: allreduce, daso:period=8, adpsgd, ... (daso)")
+        str | None,
+        typer.Option(
+            help="How learners exchange: allreduce, daso:period=8, adpsgd, ... (daso)", autocompletion=complete_strategy
+        ),
     ] = None,
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
