@@ -65,7 +65,9 @@ def main() -> None:
         for i, strategy in enumerate(STRATEGIES):
             kills = given.kills // len(STRATEGIES) + (i < given.kills % len(STRATEGIES))
             equal[strategy] = disturb(strategy, kills, settings, Path(folder) / str(i), draw)
-    print()
+    print(
+        "\nLost: gradients since the newest checkpoint that every rank had completed; a kill may find the next one half written.\n"
+    )
     for strategy, same in equal.items():
         print(f"{strategy}: the final model is {'bit for bit the undisturbed one' if same else 'DIFFERENT'}")
     sys.exit(0 if all(equal.values()) else 1)
@@ -107,7 +109,7 @@ def run(arguments: list[str], kill_after: random.Random | None = None) -> str | 
             if process.returncode != 0:
                 raise SystemExit(output.decode())
             return None
-        starting = kill_after.random() < 0.2
+        starting = kill_after.random() < 0.3
         limit = time.monotonic() + kill_after.uniform(0.5, 5.0)
         while process.poll() is None and (time.monotonic() < limit if starting else last_written(path) == before):
             time.sleep(0.01)

@@ -56,7 +56,7 @@ def test_the_table_tells_mean_and_spread_of_the_seeds(tmp_path: Path) -> None:
     target = common_target(runs)
     assert target == pytest.approx(0.8)
     cells = {column.title: column.cell(runs) for column in columns(runs, target)}
-    assert cells["accuracy"] == "85.0 % ± 7.1 %"
+    assert cells["accuracy"] == "85.0 ± 7.1 %"
     assert cells["gradients/s"] == "20 ± 0"
     assert cells["s to 80.0 %"] == "2.0 ± 0.0"
     assert cells["waiting"] == "21%"

@@ -46,6 +46,7 @@ from loosestep.training.loop import starting_lr
 from loosestep.training.outcome import Outcome
 from loosestep.training.search import search, split_strategies
 
+SHORTER = {"gradients/s": "grad/s", "MB/gradient": "MB/grad", "staleness": "stale"}  # a terminal has 80 columns
 SHORT = 4  # a trial of the learning-rate search has this fraction of the budget
 
 
@@ -173,7 +174,8 @@ class Comparison:
         if not self.outcomes:
             raise TrainingError(f"every run diverged ({', '.join(self.diverged)}); try a lower --lr, or --lr-search")
         target = common_target(self.outcomes) if target is None else target
-        self.console.print(table(self.outcomes, target))
+        wide = self.console if self.console.is_terminal else Console(width=160, highlight=False)
+        wide.print(table(self.outcomes, target))
         page = self.path / "report.html"
         write_report(self.outcomes, page, target=target)
         self.console.print(f"Report: [bold]{escape(str(page))}[/]", soft_wrap=True)
@@ -185,10 +187,10 @@ class Comparison:
 def table(outcomes: Sequence[Outcome], target: float | None) -> Table:
     """One row per strategy."""
     told = [column for column in columns(outcomes, target) if column.brief]
-    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    drawn.add_column("", style="bold", overflow="fold", min_width=12)
+    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    drawn.add_column("", style="bold", overflow="fold")
     for column in told:
-        drawn.add_column(column.title, justify="right")
+        drawn.add_column(SHORTER.get(column.title, column.title), justify="right", overflow="fold")
     for strategy, runs in groups(outcomes).items():
         drawn.add_row(escape(strategy.replace(",", ", ")), *(column.cell(runs) for column in told))
     return drawn

@@ -108,8 +108,14 @@ def new_folder(path: Path, config: Config) -> RunFolder:
 
 def run_folder(folder: RunFolder, console: Console, title: str, *, transient: bool = False) -> Ending:
     """All ranks of a run, to the end; `transient`: the picture goes when it is over."""
-    with Screen(console, title, transient=transient) as screen:
-        return watch(folder, show=screen.show, print_line=screen.print_line)
+    try:
+        with Screen(console, title, transient=transient) as screen:
+            return watch(folder, show=screen.show, print_line=screen.print_line)
+    except SystemExit:  # Ctrl-C, SIGTERM or a closed terminal
+        console.print(
+            f"[yellow]loosestep:[/] interrupted; continue with: loosestep resume {folder.path}", soft_wrap=True
+        )
+        raise
 
 
 def conclude(folder: RunFolder, ending: Ending, console: Console) -> None:

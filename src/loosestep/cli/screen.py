@@ -49,7 +49,8 @@ class Screen:
         kind = message["kind"]
         if kind == "begin":
             self._run = message
-            self._began, self._gradients_before = time.monotonic(), message["gradients"]
+            self._began = self._printed = time.monotonic()
+            self._gradients_before = message["gradients"]
         elif kind == "progress":
             self._ranks[message["rank"]] = {**message, "at": time.monotonic()}
         elif kind in ("evaluation", "final"):

@@ -123,7 +123,7 @@ def columns(outcomes: Sequence[Outcome], target: float | None) -> list[Column]:
             f"s to {at}", lambda run: None if target is None else run.seconds_to(target), "{:.1f}".format, spread=True
         ),
         Column("waiting", lambda run: run.waiting, "{:.0%}".format),
-        Column("MB/gradient", lambda run: run.per_gradient("bytes_sent") / 1e6, "{:.3g}".format),
+        Column("MB/gradient", lambda run: run.per_gradient("bytes_sent") / 1e6, "{:.2g}".format),
         Column(
             "between nodes", lambda run: run.per_gradient("bytes_between_nodes") / 1e6, "{:.3g}".format, brief=False
         ),
@@ -143,7 +143,7 @@ def spread(values: Sequence[float], spell: Callable[[float], str]) -> str:
     if not values:
         return "-"
     mean = spell(statistics.mean(values))
-    return mean if len(values) == 1 else f"{mean} ± {spell(statistics.stdev(values))}"
+    return mean if len(values) == 1 else f"{mean.removesuffix(' %')} ± {spell(statistics.stdev(values))}"
 
 
 def _percent(value: float) -> str:
