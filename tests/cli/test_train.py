@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from loosestep import checkpoint
 from loosestep.cli import app
+from loosestep.training.config import Config
 from loosestep.training.folder import RunFolder
 
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"
@@ -131,3 +132,15 @@ def test_under_another_launcher_the_given_ranks_train() -> None:
     assert re.search(r"\[n0 r0\] accuracy \d+\.\d %  24 gradients", done.stdout)
     config = RunFolder(Path("runs/given")).config()
     assert (config.nodes, config.ranks_per_node) == (2, "1")
+
+
+def test_another_launcher_must_give_as_many_ranks_as_before_and_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("runs/given").mkdir(parents=True)
+    Config(recipe=TINY, nodes=2).write(Path("runs/given/config.toml"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    message = "first run: loosestep resume runs/given --nodes 3 --ranks-per-node 1 --no-start"
+    assert message in loosestep("resume", "runs/given", code=2)
+    assert message in loosestep("train", TINY, "--name", "given", code=2)
+    assert "give --name" in loosestep("train", TINY, code=2)
+    assert "starts its own processes" in loosestep("compare", TINY, code=2)

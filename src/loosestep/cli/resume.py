@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from loosestep.cli.launch import gentle_end
-from loosestep.cli.running import conclude, given_ranks, one_line_errors, prepare, run_folder, train_as_given
+from loosestep.cli.running import as_given, conclude, given_ranks, one_line_errors, prepare, run_folder, train_as_given
 from loosestep.cli.train import Nodes, RanksPerNode, short
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import RunFolder
@@ -44,7 +44,7 @@ def resume(
         config = folder.config()
         launch = given_ranks()
         if launch is not None:
-            train_as_given(config, folder, launch, console)
+            train_as_given(config.but(**as_given(launch)), folder, launch, console)
         config = lengthened(folder, config, gradients)
         changed, done = rearrange(
             folder,
