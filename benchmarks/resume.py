@@ -55,7 +55,7 @@ def main() -> None:
     draw = random.Random(given.seed)
     print("# Kill -9 at a random moment, and resume\n")
     print(
-        f"{platform.platform()}, {os.cpu_count()} cores, python {platform.python_version()}, torch {torch.__version__}"
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}, torch {torch.__version__}"
     )
     print(f"vision, 2 nodes, {given.gradients} gradients, a checkpoint every {given.every}, seed {given.seed}\n")
     print("| strategy | kill | moment | gradients made | resumed at | lost |")
