@@ -33,6 +33,7 @@ def test_waiting_for_an_evaluation_is_not_waiting() -> None:
         event(4, 0, "evaluate", seconds=3),
         event(5, 1, "wait", seconds=4.5, reason="fold"),
         event(10, 0, "step"), event(10, 1, "step"),
+        event(20, 1, "wait", seconds=9, reason="finish"),
     ]  # fmt: skip
     first, second = read_activities(events)
     assert first.seconds == second.seconds == 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ body {{ font: 16px/1.5 system-ui, sans-serif; color: #24292f; max-width: 1240px;
 h1 {{ font-size: 1.6rem; margin-bottom: .2rem; }} h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .2rem; }}
 h3 {{ font-size: 1rem; margin: 1rem 0 0; font-weight: 600; }}
 p {{ max-width: 50rem; margin: .3rem 0; }} .note {{ color: #57606a; font-size: .9rem; }}
-.scroll {{ overflow-x: auto; }} table {{ border-collapse: collapse; margin: .8rem 0; font-size: .95rem; }}
-th, td {{ padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #d0d7de; white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; padding-left: 0; }} th {{ font-weight: 600; }}
+.scroll {{ overflow-x: auto; }} table {{ border-collapse: collapse; margin: .8rem 0; font-size: .9rem; }}
+th, td {{ padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #d0d7de; white-space: nowrap; }}
+th:first-child, td:first-child {{ text-align: left; padding-left: 0; }} th {{ font-weight: 600; white-space: normal; vertical-align: bottom; }}
 table.words td, table.words th {{ text-align: left; white-space: normal; }} .wrong {{ color: #b3261e; }}
 code {{ background: #f6f8fa; padding: .15rem .35rem; border-radius: 4px; font-size: .85rem; overflow-wrap: anywhere; }}
 </style></head><body>
@@ -40,7 +40,6 @@ def write_report(
     outcomes: Sequence[Outcome], path: Path, *, target: float | None = None, timeline: Path | None = None
 ) -> None:
     """Write the page, and for a single run the timeline for Perfetto; folders are made."""
-    named = plots.groups(outcomes)
     several = len(outcomes) > 1
     recipe = outcomes[0].begin["recipe"]
     title = f"{recipe}: {len(outcomes)} runs" if several else f"{recipe}, {outcomes[0].strategy}"
@@ -72,7 +71,7 @@ def write_report(
             plots.distances(outcomes),
         ),
         _section("Bytes", "Sent by all ranks, per gradient.", plots.traffic(outcomes)),
-        *(_examples(runs[0], name) for name, runs in named.items()),
+        _examples(outcomes),
         _environment(outcomes),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,16 +195,33 @@ def _timelines(outcomes: Sequence[Outcome]) -> list[str]:
     return [head, *(f"<h3>{html.escape(name)}</h3>{_draw(plots.timeline(outcome))}" for name, outcome in shown)]
 
 
-def _examples(outcome: Outcome, name: str) -> str:
-    if outcome.final is None or not outcome.final["examples"]:
+def _examples(outcomes: Sequence[Outcome]) -> str:
+    """What the first run of each strategy made of the same test examples."""
+    shown = {
+        name: {example["name"]: example for example in runs[0].final["examples"]}
+        for name, runs in plots.groups(outcomes).items()
+        if runs[0].final is not None and runs[0].final["examples"]
+    }
+    if not shown:
         return ""
-    rows = "".join(
-        f"<tr><td>{html.escape(e['name'])}</td><td>{html.escape(e['expected'])}</td>"
-        f'<td class="{"" if e["expected"] == e["found"] else "wrong"}">{html.escape(e["found"]) or "(nothing)"}</td></tr>'
-        for e in outcome.final["examples"]
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in ("example", "expected", *shown))
+    first = next(iter(shown.values()))
+    rows = [_example_row(example, [answers.get(name) for answers in shown.values()]) for name, example in first.items()]
+    return (
+        "<h2>What was recognised</h2>"
+        f'<div class="scroll"><table class="words"><tr>{head}</tr>{"".join(rows)}</table></div>'
     )
-    head = "<tr><th>example</th><th>expected</th><th>recognised</th></tr>"
-    return f'<h2>What {html.escape(name)} recognised</h2><div class="scroll"><table class="words">{head}{rows}</table></div>'
+
+
+def _example_row(example: Mapping[str, str], answers: Iterable[Mapping[str, str] | None]) -> str:
+    cells = [f"<td>{html.escape(example['name'])}</td><td>{html.escape(example['expected'])}</td>"]
+    for answer in answers:
+        if answer is None:
+            cells.append("<td></td>")
+        else:
+            wrong = "" if answer["expected"] == answer["found"] else ' class="wrong"'
+            cells.append(f"<td{wrong}>{html.escape(answer['found']) or '(nothing)'}</td>")
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _environment(outcomes: Sequence[Outcome]) -> str:

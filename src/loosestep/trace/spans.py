@@ -61,7 +61,7 @@ def read_activities(events: Iterable[dict[str, Any]]) -> list[Activity]:
         open_starts = started.setdefault(rank, [])
         if kind == "step":
             activity.steps.append(at)
-        elif kind == "wait" and fields["seconds"] > 0:
+        elif kind == "wait" and fields["seconds"] > 0 and fields.get("reason") != "finish":  # training is over then
             activity.waits.append((at - fields["seconds"], at))
         elif kind == "begin" and activity.steps:  # resumed: nothing was done in between
             activity.pauses.append((max(activity.span[1], activity.steps[-1]), at))

@@ -156,15 +156,15 @@ class Trainer:
         """The mean of all replicas, judged by rank 0. Others go on, as far as their strategy lets them."""
         if self.gossip and self.run.rank != 0:
             return
+        if not self.gossip:  # everybody meets, then waits for rank 0: not a part of the training
+            self.clock.stop()
+        begin = time.monotonic()
         with self.run.consensus() as model:
-            if self.run.rank != 0:
-                return
-            if not self.gossip:  # everybody waits for this rank: not a part of the training
-                self.clock.stop()
-            begin = time.monotonic()
-            metrics = self.task.evaluate(model)
-            self.run.trace.emit("evaluate", seconds=time.monotonic() - begin)
-            self.clock.go()
+            metrics = self.task.evaluate(model) if self.run.rank == 0 else {}
+        self.run.trace.emit("evaluate", seconds=time.monotonic() - begin)
+        self.clock.go()
+        if self.run.rank != 0:
+            return
         distance = self.run.stats["consensus_distance"]
         fields = {"metrics": metrics, "seconds": self.clock.seconds, "consensus_distance": distance}
         self.journal.metric("evaluation", gradients=self.gradients, **fields)
