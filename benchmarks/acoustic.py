@@ -50,6 +50,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="names of strategies, separated by commas")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further run after so long")
     parser.add_argument("--set", action="append", default=[], help="options of the recipe, as in --set batch=8")
+    parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files with result lines of earlier calls")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS)
     return parser.parse_args()
 

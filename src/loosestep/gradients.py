@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from loosestep.comm.base import Comm, Pending, Scope
 
-FIRST_BUCKET = 1 << 20  # bytes: small, so that communication starts early
-BUCKET = 25 << 20
+LEAST, MOST = 1 << 20, 25 << 20  # bytes in a bucket: small ones start early and end early, large ones cost less
+BUCKETS = 8  # a backward is cut into about so many, so that the last one has little left to wait for
 
 
 class Bucket:
@@ -167,12 +167,12 @@ class GradientAverager:
 
 
 def make_buckets(params: Sequence[nn.Parameter], multiple: int) -> list[Bucket]:
-    """Last parameters first, one dtype per bucket, the first bucket small."""
+    """Last parameters first, one dtype per bucket."""
+    limit = min(max(sum(p.numel() * p.element_size() for p in params) // BUCKETS, LEAST), MOST)
     buckets: list[Bucket] = []
     group: list[nn.Parameter] = []
     size = 0
     for param in reversed(params):
-        limit = BUCKET if buckets else FIRST_BUCKET
         if group and (param.dtype != group[0].dtype or size >= limit):
             buckets.append(Bucket(group, multiple))
             group, size = [], 0

@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, ProcessGroupGloo
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+)
 
 from loosestep.comm.pulse import Pulse
 
 SLICE = timedelta(milliseconds=250)  # how often a wait looks at the heartbeats
+SMALL = 1 << 14  # elements: below, memory is simply allocated
 PATIENCE = timedelta(days=365)  # gloo's own time-out never fires: the heartbeats decide
 
 
@@ -43,6 +50,7 @@ class Channel:
         self._strangers = sum(node != here for node in nodes)  # members on other nodes
         self._right_is_stranger = nodes[(self.index + 1) % self.size] != here
         self._pulse = pulse
+        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._group: Any = None  # a ProcessGroupGloo, whose operations torch's stubs do not know
         if self.size > 1 and pulse is not None:
             members = dist.PrefixStore(f"{name}/{'-'.join(map(str, self.ranks))}", store)
@@ -51,9 +59,29 @@ class Channel:
             except RuntimeError as error:
                 raise pulse.blame(error) from error
 
+    def mean(self, values: torch.Tensor, weights: Sequence[int] | None, divisor: int) -> torch.Tensor:
+        """`sum_j weights[j] values_j / divisor`, summed in rank order, the same bits on every rank.
+
+        What is returned is scratch memory: use it before the next operation. The length must divide by the size.
+        """
+        if self.size == 2 and weights is None and values.dtype in (torch.float32, torch.float64):
+            total = self._take("sum", values).copy_(values)
+            self.add_pair(total)
+            return total.div_(divisor)
+        parts = self.swap(values.view(self.size, -1))
+        mine = ordered_sum(parts, weights).div_(divisor).to(values.dtype)
+        return self.gather(mine).view(-1)
+
+    def add_pair(self, values: torch.Tensor) -> None:
+        """In place, between two ranks: a + b = b + a, so the backend's own all-reduce gives the ordered sum."""
+        options = AllreduceOptions()
+        options.timeout = PATIENCE
+        self._finish(self._group.allreduce([values], options))
+        self._count(values, 1, between=self._strangers)
+
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, stacked in rank order."""
-        out = mine.new_empty((self.size, *mine.shape))
+        """Every rank's tensor, stacked in rank order (in scratch memory, if it is large)."""
+        out = self._take("gather", mine, rows=self.size)
         if self._group is None:
             out[0] = mine
             return out
@@ -67,7 +95,7 @@ class Channel:
         """All-to-all: row j goes to rank j; row j of the result came from rank j."""
         if self._group is None:
             return chunks.clone()
-        out = torch.empty_like(chunks)
+        out = self._take("swap", chunks)
         options = AllToAllOptions()
         options.timeout = PATIENCE
         self._finish(self._group.alltoall_base(out.view(-1), chunks.reshape(-1), [], [], options))
@@ -94,6 +122,17 @@ class Channel:
     def close(self) -> None:
         """Release the group and its connections; nothing is in flight."""
         self._group = None
+
+    def _take(self, use: str, like: torch.Tensor, *, rows: int = 0) -> torch.Tensor:
+        """Memory of the shape of `like`, or of so many of it; large pieces are kept, fresh ones cost page faults."""
+        shape = (rows, *like.shape) if rows else like.shape
+        size = max(rows, 1) * like.numel()
+        if size < SMALL:
+            return like.new_empty(shape)
+        kept = self._scratch.get((use, like.dtype))
+        if kept is None or kept.numel() < size:
+            kept = self._scratch[use, like.dtype] = like.new_empty(size)
+        return kept[:size].view(shape)
 
     def _finish(self, work: dist.Work) -> None:
         assert self._pulse is not None

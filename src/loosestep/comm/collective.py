@@ -23,7 +23,7 @@ from loosestep.comm.world import World
 from loosestep.topology import Topology
 from loosestep.trace.events import Trace
 
-PIECE = 1 << 20  # elements of one rank's chunk that travel at a time: bounds the extra memory
+PIECE = 1 << 22  # elements that travel at a time: bounds the extra memory
 SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, SCOPE, LANE, WIRE = range(10)  # the columns of a round's header
 WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
 
@@ -210,18 +210,15 @@ class Collective:
         return spread
 
     def _average_lane(self, flat: torch.Tensor, lane: Channel, *, delta: bool) -> float:
+        """Piece by piece, so that the extra memory is bounded."""
+        weight = 1 if self._weights is None else self._weights[lane.index]
         spread = 0.0
-        for piece in flat.split(PIECE * lane.size):
-            parts = lane.swap(piece.view(lane.size, -1))
-            mean = ordered_sum(parts, self._weights).div_(self._total)
-            for j, part in enumerate(parts):
-                weight = 1 if self._weights is None else self._weights[j]
-                spread += weight * float(torch.linalg.vector_norm(part - mean)) ** 2
-            means = lane.gather(mean.to(piece.dtype)).view(-1)
-            if delta:
-                torch.sub(means, piece, out=piece)
-            else:
-                piece.copy_(means)
+        for piece in flat.split(max(PIECE // lane.size, 1) * lane.size):
+            mean = lane.mean(piece, self._weights, self._total)
+            torch.sub(mean, piece, out=piece)
+            spread += weight * float(torch.linalg.vector_norm(piece)) ** 2
+            if not delta:
+                piece.copy_(mean)
         return spread
 
     def _average_buffers(self, mine: torch.Tensor) -> torch.Tensor:
@@ -305,18 +302,25 @@ class Collective:
         return channel.gather(row)
 
     def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
+        """Inside the node a sum for each lane, across nodes their means, then all of them inside the node."""
         channels = self._channels
+        node, lane = channels.node, channels.lane
+        across = scope == "world" and lane is not None and lane is not node and lane.size > 1
+        if node.size == 2 and not across and flat.dtype in (torch.float32, torch.float64) and channels.lanes == 2:
+            node.add_pair(flat)
+            flat.div_(self._contributors)
+            self._report(channels)
+            return
         chunks = flat.view(channels.lanes, -1)
-        if channels.node.size > channels.lanes:
-            chunks = torch.cat([chunks, chunks.new_zeros(channels.node.size - channels.lanes, chunks.shape[1])])
-        part = ordered_sum(channels.node.swap(chunks)) if channels.node.size > 1 else chunks[0].clone()
-        if scope == "world" and channels.lane is not None and channels.lane is not channels.node:
-            mine = ordered_sum(channels.lane.swap(part.to(flat.dtype).view(channels.lane.size, -1)))
-            part = channels.lane.gather(mine.div_(self._contributors).to(flat.dtype)).view(-1)
+        if node.size > channels.lanes:
+            chunks = torch.cat([chunks, chunks.new_zeros(node.size - channels.lanes, chunks.shape[1])])
+        part = ordered_sum(node.swap(chunks)) if node.size > 1 else chunks[0]
+        if across and lane is not None:
+            part = lane.mean(part.to(flat.dtype), None, self._contributors)
         else:
             part.div_(self._contributors)
         part = part.to(flat.dtype)
-        flat.copy_(channels.share(part).view(-1) if channels.node.size > 1 else part)
+        flat.copy_(channels.share(part).view(-1) if node.size > 1 else part)
         self._report(channels)
 
     @property
