@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loosestep.comm.base import Kind, Landed, Member, Offer, Pending, Scope
+from loosestep.comm.base import Kind, Landed, Member, Offer, Parcel, Pending, Scope
 from loosestep.comm.channel import ordered_sum
 from loosestep.comm.state import flatten, unflatten
 from loosestep.comm.world import World
@@ -71,10 +71,13 @@ class ThreadComm:
     def open_round(self, scope: Scope, checksum: float) -> None:
         pass
 
-    def reduce(self, flat: torch.Tensor, scope: Scope) -> Pending[None]:
+    def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
+        parcel.pack()
+        flat = parcel.flat
         members = tuple(range(self.hub.world)) if scope == "world" else self.topology.mates(self.rank)
         parts = self.hub.collect((scope, members, self._next(scope)), self.rank, flat.clone(), members)
-        flat.copy_(ordered_sum(torch.stack(parts)).div_(len(parts)))
+        flat.copy_(ordered_sum(parts).div_(len(parts)))
+        parcel.unpack()
         pending: Pending[None] = Pending()
         pending.fulfil(None)
         return pending
@@ -110,7 +113,7 @@ class ThreadComm:
         assert not offer.settle, "use real processes for this"
         for position, tensor in enumerate(offer.vector):
             stack = torch.stack([offers[node[0]][0][position] for node in self.topology.nodes])
-            total = ordered_sum(stack, None if even else weights).div_(len(weights) if even else sum(weights))
+            total = ordered_sum(stack.unbind(0), None if even else weights).div_(len(weights) if even else sum(weights))
             mean = total.to(stack.dtype).to(tensor.dtype)
             tensor.copy_(mean - tensor if offer.form == "delta" else mean)
         losses = [entry[2] for entry in offers]

@@ -23,6 +23,19 @@ class Flight:
     pending: Pending[Landed]
 
 
+@dataclass
+class Plain:
+    """A flat vector that is averaged as it is."""
+
+    flat: torch.Tensor
+
+    def pack(self) -> None:
+        """It is packed."""
+
+    def unpack(self) -> None:
+        """It is what is wanted."""
+
+
 class CollectiveEngine:
     """Drives AllReduce, LocalSGD, DASO and DelayByOne over a `Comm`; is their `Exchanges` and the comm's `Member`."""
 
@@ -180,7 +193,7 @@ class CollectiveEngine:
         start, vector = self._comm.now(), self._replica.snapshot(keep=False)
         self._comm.open_round("node", 0.0)
         for flat in vector:
-            self._comm.reduce(flat, "node").wait()
+            self._comm.reduce(Plain(flat), "node").wait()
         self.trace.emit("wait", seconds=self._comm.now() - start, reason="node")
         self._replica.assign(vector)
 

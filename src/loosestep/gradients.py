@@ -49,6 +49,7 @@ class Bucket:
     def flags(self) -> torch.Tensor:
         return self.flat[sum(self.sizes) : sum(self.sizes) + len(self.params)]
 
+    @torch.no_grad()
     def pack(self) -> None:
         """Gradients in; zeros and a zero flag where there is none."""
         self.flags().copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
@@ -60,6 +61,7 @@ class Bucket:
         else:  # one transfer
             self.flat[: sum(self.sizes)].copy_(torch.cat([gradient.reshape(-1) for gradient in gradients]))
 
+    @torch.no_grad()
     def unpack(self) -> None:
         """Means out. Unused everywhere: `grad` stays None."""
         means = self.views(self.flat.to(self.params[0].device))
@@ -133,7 +135,6 @@ class GradientAverager:
         if self._open != "rank":
             self._comm.open_round(self._open, self._checksum)
 
-    @torch.no_grad()
     def _send(self, *, complete_only: bool) -> None:
         assert self._open is not None
         for bucket in self._buckets:
@@ -141,12 +142,17 @@ class GradientAverager:
                 continue
             if complete_only and len(bucket.ready) < len(bucket.params):
                 return
-            bucket.pack()
-            if bucket is self._buckets[0]:  # the first rounds are compared, to notice ranks that see the same data
-                self._checksum = float(bucket.flat.sum(dtype=torch.float64)) if self._rounds < 4 else 0.0
-            bucket.sent = self._comm.reduce(bucket.flat, self._open)
+            if bucket is self._buckets[0]:
+                self._checksum = self._sum_up(bucket)
+            bucket.sent = self._comm.reduce(bucket, self._open)
 
-    @torch.no_grad()
+    def _sum_up(self, bucket: Bucket) -> float:
+        """A checksum of the first gradients of the first rounds, to notice ranks that see the same data."""
+        if self._rounds >= 4:
+            return 0.0
+        dense = [p.grad for p in bucket.params if p.grad is not None and not p.grad.is_sparse]
+        return sum(float(gradient.sum(dtype=torch.float64)) for gradient in dense)
+
     def _end(self) -> None:
         scope, start = self._open, self._comm.now()
         try:
@@ -156,7 +162,6 @@ class GradientAverager:
             for bucket in self._buckets:
                 assert bucket.sent is not None
                 bucket.sent.wait()
-                bucket.unpack()
             self._rounds += 1
         finally:
             self._open = None

@@ -125,6 +125,20 @@ class Member(Protocol):
         """Zeros in the shape of the gradient buckets, to take part in an average without contributing."""
 
 
+class Parcel(Protocol):
+    """Something to be averaged: packed and unpacked on the communication thread, so that compute goes on."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """What travels."""
+
+    def pack(self) -> None:
+        """Fill `flat`."""
+
+    def unpack(self) -> None:
+        """Use the mean that is in `flat` now."""
+
+
 class Comm(Protocol):
     """The protocol between a run and its peers."""
 
@@ -153,8 +167,8 @@ class Comm(Protocol):
     def open_round(self, scope: Scope, checksum: float) -> None:
         """A backward has begun: find out who takes part in averaging its gradients."""
 
-    def reduce(self, flat: torch.Tensor, scope: Scope) -> Pending[None]:
-        """Overwrite a bucket with its mean over the ranks that take part in the round."""
+    def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
+        """Pack a parcel, overwrite it with its mean over the ranks that take part in the round, unpack it."""
 
     def broadcast_state(self, state: dict[str, Any], root: int, scope: Scope = "world") -> dict[str, Any]:
         """The nested plain state of rank `root`, tensors included, on every rank of the scope."""

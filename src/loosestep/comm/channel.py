@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (
 )
 
 from loosestep.comm.pulse import Pulse
+from loosestep.comm.shared import Slots, forget, open_slots
 
 SLICE = timedelta(milliseconds=250)  # how often a wait looks at the heartbeats
 SMALL = 1 << 14  # elements: below, memory is simply allocated
@@ -51,6 +52,8 @@ class Channel:
         self._right_is_stranger = nodes[(self.index + 1) % self.size] != here
         self._pulse = pulse
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._slots: Slots | None = None
+        self._token = torch.zeros(1, dtype=torch.int64)
         self._group: Any = None  # a ProcessGroupGloo, whose operations torch's stubs do not know
         if self.size > 1 and pulse is not None:
             members = dist.PrefixStore(f"{name}/{'-'.join(map(str, self.ranks))}", store)
@@ -58,6 +61,8 @@ class Channel:
                 self._group = ProcessGroupGloo(members, self.index, self.size, timedelta(seconds=pulse.deadline))
             except RuntimeError as error:
                 raise pulse.blame(error) from error
+            if self._strangers == 0:
+                self._slots = self._open_slots(members)
 
     def mean(self, values: torch.Tensor, weights: Sequence[int] | None, divisor: int) -> torch.Tensor:
         """`sum_j weights[j] values_j / divisor`, summed in rank order, the same bits on every rank.
@@ -66,13 +71,65 @@ class Channel:
         """
         if self.size == 2 and weights is None and values.dtype in (torch.float32, torch.float64):
             total = self._take("sum", values).copy_(values)
-            self.add_pair(total)
+            self._add_pair(total)
             return total.div_(divisor)
         parts = self.swap(values.view(self.size, -1))
-        mine = ordered_sum(parts, weights).div_(divisor).to(values.dtype)
+        mine = ordered_sum(parts.unbind(0), weights).div_(divisor).to(values.dtype)
         return self.gather(mine).view(-1)
 
-    def add_pair(self, values: torch.Tensor) -> None:
+    def total(self, flat: torch.Tensor, lanes: int) -> None:
+        """Overwrite `flat` with its sum over all ranks."""
+        if self._slots is not None:
+            for piece in self._slots.pieces(flat):
+                everybody = self._put(piece)
+                if self.size == 2 and piece.dtype in (torch.float32, torch.float64):
+                    torch.add(everybody[0], everybody[1], out=piece)
+                else:
+                    piece.copy_(ordered_sum(everybody))
+        elif self.size == 2 and flat.dtype in (torch.float32, torch.float64):
+            self._add_pair(flat)
+        elif self.size > 1:
+            flat.copy_(self.share(self.part(flat, lanes).to(flat.dtype), lanes).view(-1))
+
+    def part(self, flat: torch.Tensor, lanes: int) -> torch.Tensor:
+        """The sum over all ranks of the part of `flat` that belongs to this rank's lane."""
+        chunks = flat.view(lanes, -1)
+        mine = min(self.index, lanes - 1)
+        if self._slots is None:
+            if self.size > lanes:
+                chunks = torch.cat([chunks, chunks.new_zeros(self.size - lanes, chunks.shape[1])])
+            return ordered_sum(self.swap(chunks).unbind(0))
+        out = torch.empty_like(chunks[mine])
+        width = max(self._slots.capacity // flat.element_size() // lanes, 1)
+        for begin in range(0, chunks.shape[1], width):
+            columns = chunks[:, begin : begin + width]
+            everybody = self._put(columns.reshape(-1))
+            piece = ordered_sum([other.view(lanes, -1)[mine] for other in everybody])
+            out[begin : begin + width] = piece
+        return out
+
+    def share(self, part: torch.Tensor, lanes: int) -> torch.Tensor:
+        """The parts of all lanes, stacked; ranks beyond the last lane only receive."""
+        if self._slots is None:
+            return self.gather(part)[:lanes]
+        out = part.new_empty((lanes, part.numel()))
+        for piece, columns in zip(
+            self._slots.pieces(part), out.split(self._slots.capacity // part.element_size(), 1), strict=True
+        ):
+            everybody = self._put(piece)
+            for lane in range(lanes):
+                columns[lane] = everybody[lane]
+        return out
+
+    def _put(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Show values to the other ranks of the node and see theirs, through shared memory."""
+        assert self._slots is not None
+        self._slots.write(values)
+        self.gather(self._token)
+        self._count(values, 1, between=0)
+        return [self._slots.read(rank, values) for rank in range(self.size)]
+
+    def _add_pair(self, values: torch.Tensor) -> None:
         """In place, between two ranks: a + b = b + a, so the backend's own all-reduce gives the ordered sum."""
         options = AllreduceOptions()
         options.timeout = PATIENCE
@@ -120,8 +177,15 @@ class Channel:
             self._group = None
 
     def close(self) -> None:
-        """Release the group and its connections; nothing is in flight."""
-        self._group = None
+        """Release the group, its connections and memory; nothing is in flight."""
+        self._group = self._slots = None
+
+    def _open_slots(self, store: dist.Store) -> Slots | None:
+        """Shared memory, if every rank of the group can have it."""
+        slots = open_slots(store, index=self.index, size=self.size)
+        agreed = bool(self.gather(torch.tensor([int(slots is not None)])).all())
+        forget(store, self.index)
+        return slots if agreed else None
 
     def _take(self, use: str, like: torch.Tensor, *, rows: int = 0) -> torch.Tensor:
         """Memory of the shape of `like`, or of so many of it; large pieces are kept, fresh ones cost page faults."""
@@ -153,10 +217,10 @@ class Channel:
         self.bytes_between_nodes += size * between
 
 
-def ordered_sum(parts: torch.Tensor, weights: Sequence[int] | None = None) -> torch.Tensor:
+def ordered_sum(parts: Sequence[torch.Tensor], weights: Sequence[int] | None = None) -> torch.Tensor:
     """`sum_j weights[j] * parts[j]`, taken in order; halves are summed in float32."""
-    wide = torch.float32 if parts.dtype in (torch.float16, torch.bfloat16) else parts.dtype
-    first, *rest = parts.unbind(0)
+    first, *rest = parts
+    wide = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
     total = first.to(wide, copy=True)
     if weights is None:
         for part in rest:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loosestep.comm.base import CommError, Invitation, Kind, Landed, Member, Offer, Pending, Scope
+from loosestep.comm.base import CommError, Invitation, Kind, Landed, Member, Offer, Parcel, Pending, Scope
 from loosestep.comm.channel import Channel, ordered_sum
 from loosestep.comm.state import flatten, unflatten
 from loosestep.comm.stream import Stream
@@ -55,10 +55,6 @@ class Channels:
         new = (total[0] - self._reported[0], total[1] - self._reported[1])
         self._reported = total
         return new
-
-    def share(self, part: torch.Tensor) -> torch.Tensor:
-        """Inside the node: the lanes' parts, stacked; ranks beyond the last lane only receive."""
-        return self.node.gather(part)[: self.lanes]
 
     def close(self) -> None:
         for channel in self._distinct:
@@ -171,13 +167,13 @@ class Collective:
                 "Lower the learning rate or clip gradients; the other ranks' parameters are intact"
             )
         spread = sum(self._average_tensor(tensor, offer) for tensor in offer.vector)
-        total = ordered_sum(self._x.world.gather(torch.tensor([spread], dtype=torch.float64))).item()
+        total = ordered_sum(self._x.world.gather(torch.tensor([spread], dtype=torch.float64)).unbind(0)).item()
         buffers = self._average_buffers(offer.buffers)
         self._report(self._x)
         return Landed(
             vector=offer.vector,
             buffers=buffers,
-            loss_sum=float(ordered_sum(rows[:, LOSS])),
+            loss_sum=float(ordered_sum(rows[:, LOSS].unbind(0))),
             loss_count=int(rows[:, COUNT].sum()),
             distance=math.sqrt(max(total, 0.0) / self._total),
             seconds=self.now() - start,
@@ -190,7 +186,7 @@ class Collective:
         delta, index = offer.form == "delta", self._x.node.index
         if offer.settle and self._x.node.size > 1:
             for piece in wire.split(PIECE):
-                piece.copy_(ordered_sum(self._x.node.gather(piece)).div_(self._x.node.size))
+                piece.copy_(ordered_sum(self._x.node.gather(piece).unbind(0)).div_(self._x.node.size))
         spread = 0.0
         if offer.lane is None:
             shards = wire.view(self._x.lanes, -1)
@@ -200,7 +196,7 @@ class Collective:
             if self._x.node.size > 1:
                 for begin in range(0, mine.numel(), PIECE):
                     piece = slice(begin, begin + PIECE)
-                    shards[:, piece] = self._x.share(mine[piece].contiguous())
+                    shards[:, piece] = self._x.node.share(mine[piece].contiguous(), self._x.lanes)
         else:
             if index == offer.lane and self._x.lane is not None:
                 spread = self._average_lane(wire, self._x.lane, delta=delta)
@@ -225,9 +221,9 @@ class Collective:
         """The mean over all ranks, inside the node first."""
         if mine.numel() == 0:
             return mine
-        total = ordered_sum(self._x.node.gather(mine))
+        total = ordered_sum(self._x.node.gather(mine).unbind(0))
         if self._x.lane is not None and self._x.lane is not self._x.node:
-            total = ordered_sum(self._x.lane.gather(total))
+            total = ordered_sum(self._x.lane.gather(total).unbind(0))
         if self._x.node.size > self._x.lanes:
             self._x.node.broadcast(total, root=0)
         return total.div_(self.topology.world)
@@ -250,10 +246,16 @@ class Collective:
         assert self._gradients is not None
         self._gradients.submit(lambda: self._enter(scope, checksum))
 
-    def reduce(self, flat: torch.Tensor, scope: Scope) -> Pending[None]:
-        """Overwrite a bucket with its mean over the ranks that take part in the round."""
+    def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
+        """Pack a parcel, overwrite it with its mean over the ranks that take part in the round, unpack it."""
         assert self._gradients is not None
-        return self._gradients.submit(lambda: self._reduce(flat, scope))
+
+        def work() -> None:
+            parcel.pack()
+            self._reduce(parcel.flat, scope)
+            parcel.unpack()
+
+        return self._gradients.submit(work)
 
     def _enter(self, scope: Scope, checksum: float) -> None:
         rows = self._header(self._channels.node, Kind.GRADIENTS, scope=scope, checksum=checksum)
@@ -303,25 +305,16 @@ class Collective:
 
     def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
         """Inside the node a sum for each lane, across nodes their means, then all of them inside the node."""
-        channels = self._channels
-        node, lane = channels.node, channels.lane
-        across = scope == "world" and lane is not None and lane is not node and lane.size > 1
-        if node.size == 2 and not across and flat.dtype in (torch.float32, torch.float64) and channels.lanes == 2:
-            node.add_pair(flat)
+        node, lane, lanes = self._channels.node, self._channels.lane, self._channels.lanes
+        if scope == "node" or len(self.topology.nodes) == 1:
+            node.total(flat, lanes)
             flat.div_(self._contributors)
-            self._report(channels)
-            return
-        chunks = flat.view(channels.lanes, -1)
-        if node.size > channels.lanes:
-            chunks = torch.cat([chunks, chunks.new_zeros(node.size - channels.lanes, chunks.shape[1])])
-        part = ordered_sum(node.swap(chunks)) if node.size > 1 else chunks[0]
-        if across and lane is not None:
-            part = lane.mean(part.to(flat.dtype), None, self._contributors)
         else:
-            part.div_(self._contributors)
-        part = part.to(flat.dtype)
-        flat.copy_(channels.share(part).view(-1) if node.size > 1 else part)
-        self._report(channels)
+            part = node.part(flat, lanes).to(flat.dtype) if node.size > 1 else flat
+            if lane is not None:
+                part = lane.mean(part, None, self._contributors)
+            flat.copy_(node.share(part, lanes).view(-1) if node.size > 1 else part)
+        self._report(self._channels)
 
     @property
     def _channels(self) -> Channels:
