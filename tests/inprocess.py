@@ -72,12 +72,11 @@ class ThreadComm:
         pass
 
     def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
-        parcel.pack()
         flat = parcel.flat
+        parcel.pack(flat)
         members = tuple(range(self.hub.world)) if scope == "world" else self.topology.mates(self.rank)
         parts = self.hub.collect((scope, members, self._next(scope)), self.rank, flat.clone(), members)
-        flat.copy_(ordered_sum(parts).div_(len(parts)))
-        parcel.unpack()
+        parcel.unpack(parts, len(parts))
         pending: Pending[None] = Pending()
         pending.fulfil(None)
         return pending

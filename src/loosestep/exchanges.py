@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from loosestep.comm.base import Comm, Invitation, Kind, Landed, Offer, Pending, Scope, Vector
+from loosestep.comm.channel import ordered_sum
 from loosestep.comm.world import World
 from loosestep.gradients import GradientAverager
 from loosestep.learner import Learner
@@ -29,11 +30,13 @@ class Plain:
 
     flat: torch.Tensor
 
-    def pack(self) -> None:
-        """It is packed."""
+    def pack(self, into: torch.Tensor) -> None:
+        """As it is."""
+        into.copy_(self.flat)
 
-    def unpack(self) -> None:
-        """It is what is wanted."""
+    def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
+        """In its place."""
+        self.flat.copy_(ordered_sum(parts).div_(divisor))
 
 
 class CollectiveEngine:

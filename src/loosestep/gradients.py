@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from loosestep.comm.base import Comm, Pending, Scope
+from loosestep.comm.channel import ordered_sum
 
-LEAST, MOST = 1 << 20, 25 << 20  # bytes in a bucket: small ones start early and end early, large ones cost less
-BUCKETS = 8  # a backward is cut into about so many, so that the last one has little left to wait for
+LEAST, MOST = 1 << 18, 25 << 20  # bytes in a bucket
 
 
 class Bucket:
@@ -46,31 +46,36 @@ class Bucket:
         pieces = flat[: sum(self.sizes)].split(self.sizes)
         return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
 
-    def flags(self) -> torch.Tensor:
-        return self.flat[sum(self.sizes) : sum(self.sizes) + len(self.params)]
+    def flags(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[sum(self.sizes) : sum(self.sizes) + len(self.params)]
 
     @torch.no_grad()
-    def pack(self) -> None:
+    def pack(self, into: torch.Tensor) -> None:
         """Gradients in; zeros and a zero flag where there is none."""
-        self.flags().copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
+        self.flags(into).copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
         if any(p.grad is not None and p.grad.is_sparse for p in self.params):
             raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         if self.params[0].device.type == "cpu":
-            torch._foreach_copy_(self.views(self.flat), gradients)
+            torch._foreach_copy_(self.views(into), gradients)
         else:  # one transfer
-            self.flat[: sum(self.sizes)].copy_(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            into[: sum(self.sizes)].copy_(torch.cat([gradient.reshape(-1) for gradient in gradients]))
 
     @torch.no_grad()
-    def unpack(self) -> None:
-        """Means out. Unused everywhere: `grad` stays None."""
-        means = self.views(self.flat.to(self.params[0].device))
-        for view, param, flag in zip(means, self.params, self.flags().tolist(), strict=True):
+    def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
+        """Means out: the sum of the parts, in order, over the divisor. Unused everywhere: `grad` stays None."""
+        used = sum(self.flags(part) for part in parts)
+        device = self.params[0].device
+        columns = zip(*(self.views(part.to(device)) for part in parts), strict=True)
+        for views, param, flag in zip(columns, self.params, used.tolist(), strict=True):  # type: ignore[union-attr]
             if flag == 0:
                 continue
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-            param.grad.copy_(view)
+            if len(views) == 2 and param.grad.dtype in (torch.float32, torch.float64):
+                torch.add(views[0], views[1], out=param.grad).div_(divisor)
+            else:
+                param.grad.copy_(ordered_sum(views).div_(divisor))
 
 
 class GradientAverager:
@@ -172,14 +177,17 @@ class GradientAverager:
 
 
 def make_buckets(params: Sequence[nn.Parameter], multiple: int) -> list[Bucket]:
-    """Last parameters first, one dtype per bucket."""
-    limit = min(max(sum(p.numel() * p.element_size() for p in params) // BUCKETS, LEAST), MOST)
+    """Last parameters first, one dtype per bucket. Each takes half of what is left: few buckets, and the last one, which
+    nothing hides any more, is small."""
     buckets: list[Bucket] = []
     group: list[nn.Parameter] = []
+    left = sum(p.numel() * p.element_size() for p in params)
     size = 0
     for param in reversed(params):
+        limit = min(max(left // 2, LEAST), MOST)
         if group and (param.dtype != group[0].dtype or size >= limit):
             buckets.append(Bucket(group, multiple))
+            left -= size
             group, size = [], 0
         group.append(param)
         size += param.numel() * param.element_size()

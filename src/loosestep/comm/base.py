@@ -8,7 +8,7 @@ whose loader is shorter, and rounds are matched by their sequence number, never 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -130,13 +130,13 @@ class Parcel(Protocol):
 
     @property
     def flat(self) -> torch.Tensor:
-        """What travels."""
+        """Memory of its own, for ways of travelling that need it."""
 
-    def pack(self) -> None:
-        """Fill `flat`."""
+    def pack(self, into: torch.Tensor) -> None:
+        """Write what is to be averaged into a flat tensor."""
 
-    def unpack(self) -> None:
-        """Use the mean that is in `flat` now."""
+    def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
+        """Use the sum of the parts, in order, divided by the divisor."""
 
 
 class Comm(Protocol):

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import (
     ProcessGroupGloo,
 )
 
+from loosestep.comm.base import Parcel
 from loosestep.comm.pulse import Pulse
 from loosestep.comm.shared import Slots, forget, open_slots
 
@@ -53,7 +54,6 @@ class Channel:
         self._pulse = pulse
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._slots: Slots | None = None
-        self._token = torch.zeros(1, dtype=torch.int64)
         self._group: Any = None  # a ProcessGroupGloo, whose operations torch's stubs do not know
         if self.size > 1 and pulse is not None:
             members = dist.PrefixStore(f"{name}/{'-'.join(map(str, self.ranks))}", store)
@@ -76,6 +76,19 @@ class Channel:
         parts = self.swap(values.view(self.size, -1))
         mine = ordered_sum(parts.unbind(0), weights).div_(divisor).to(values.dtype)
         return self.gather(mine).view(-1)
+
+    def fits(self, flat: torch.Tensor) -> bool:
+        """Whether a tensor can be averaged in shared memory at one go."""
+        return self._slots is not None and flat.numel() * flat.element_size() <= self._slots.capacity
+
+    def through_memory(self, parcel: Parcel, divisor: int) -> None:
+        """Pack into shared memory, meet, unpack the sum from there: no copy in between."""
+        assert self._slots is not None
+        assert self._pulse is not None
+        parcel.pack(self._slots.next(parcel.flat))
+        self._slots.meeting.meet(self._pulse.check)
+        parcel.unpack([self._slots.read(rank, parcel.flat) for rank in range(self.size)], divisor)
+        self._count(parcel.flat, 1, between=0)
 
     def total(self, flat: torch.Tensor, lanes: int) -> None:
         """Overwrite `flat` with its sum over all ranks."""
@@ -124,8 +137,9 @@ class Channel:
     def _put(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Show values to the other ranks of the node and see theirs, through shared memory."""
         assert self._slots is not None
-        self._slots.write(values)
-        self.gather(self._token)
+        assert self._pulse is not None
+        self._slots.next(values).copy_(values)
+        self._slots.meeting.meet(self._pulse.check)
         self._count(values, 1, between=0)
         return [self._slots.read(rank, values) for rank in range(self.size)]
 
@@ -172,12 +186,17 @@ class Channel:
 
     def abandon(self) -> None:
         """Leave with an operation in flight: gloo cannot cancel it, so keep the group alive rather than wait for it."""
+        if self._slots is not None:
+            self._slots.meeting.close()
+            self._slots = None
         if self._group is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             self._group = None
 
     def close(self) -> None:
         """Release the group, its connections and memory; nothing is in flight."""
+        if self._slots is not None:
+            self._slots.meeting.close()
         self._group = self._slots = None
 
     def _open_slots(self, store: dist.Store) -> Slots | None:
@@ -185,6 +204,8 @@ class Channel:
         slots = open_slots(store, index=self.index, size=self.size)
         agreed = bool(self.gather(torch.tensor([int(slots is not None)])).all())
         forget(store, self.index)
+        if slots is not None and not agreed:
+            slots.meeting.close()
         return slots if agreed else None
 
     def _take(self, use: str, like: torch.Tensor, *, rows: int = 0) -> torch.Tensor:

@@ -250,12 +250,18 @@ class Collective:
         """Pack a parcel, overwrite it with its mean over the ranks that take part in the round, unpack it."""
         assert self._gradients is not None
 
-        def work() -> None:
-            parcel.pack()
-            self._reduce(parcel.flat, scope)
-            parcel.unpack()
+        return self._gradients.submit(lambda: self._carry(parcel, scope))
 
-        return self._gradients.submit(work)
+    def _carry(self, parcel: Parcel, scope: Scope) -> None:
+        node = self._channels.node
+        alone = scope == "node" or len(self.topology.nodes) == 1
+        if alone and node.fits(parcel.flat):
+            node.through_memory(parcel, self._contributors)
+            self._report(self._channels)
+            return
+        parcel.pack(parcel.flat)
+        self._reduce(parcel.flat, scope)
+        parcel.unpack([parcel.flat], 1)
 
     def _enter(self, scope: Scope, checksum: float) -> None:
         rows = self._header(self._channels.node, Kind.GRADIENTS, scope=scope, checksum=checksum)
