@@ -16,7 +16,18 @@ from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import Journal, RunFolder
 from loosestep.training.outcome import Outcome
 
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--virtual-time-budget=8000"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=8000",
+]
 
 
 def make_run(path: Path, strategy: str, *, seed: int = 0, gain: float = 0.0) -> Outcome:

@@ -1,9 +1,10 @@
-"""Word error rates on AN4 by strategy: 4 learners sharing one device, each strategy at its own best learning rate.
+"""Final quality by strategy, learners sharing one device, each strategy at a learning rate of its own.
 
-    python benchmarks/acoustic.py --data AN4 --device cuda --jobs 4       search on one seed, then all seeds; ACOUSTIC.md
+    python benchmarks/recipes.py --recipe acoustic --data AN4 --device cuda --jobs 4                   ACOUSTIC.md
+    python benchmarks/recipes.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 2    VISION.md
 
-Every run is what `loosestep train acoustic` does with the same settings. Without the corpus (it is not part of the
-project) there is nothing to run.
+Every run is what `loosestep train` does with the same settings. Learning rates are given (--fixed) or searched on the
+first seed. Without the data (they are not part of the project) there is nothing to run.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ STRATEGIES = {
     "delay-by-one": "delay-by-one",
     "DASO": "daso",
 }
-RESULTS = Path(__file__).with_name("ACOUSTIC.md")
-LEARNERS = 4
+QUALITIES = {"acoustic": ("wer", "WER %", 1), "vision": ("accuracy", "accuracy %", -1)}  # 1: less is better
 LATEST = threading.Lock()
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data" / "an4")
+    parser.add_argument("--recipe", choices=list(QUALITIES), default="acoustic")
+    parser.add_argument("--learners", type=int, default=4)
+    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--epochs", type=float, default=40.0)
@@ -52,19 +54,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], help="options of the recipe, as in --set batch=8")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files with result lines of earlier calls")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
 
 def train(name: str, lr: float, seed: int, epochs: float, arguments: argparse.Namespace, root: Path) -> dict[str, Any]:
     """One run; its error rates, its speed and what it waited."""
-    nodes, per_node = (2, "2") if name == "DASO" else (LEARNERS, "1")
+    nodes, per_node = (2, arguments.learners // 2) if name == "DASO" else (arguments.learners, 1)
     options = {key: _value(text) for key, _, text in (pair.partition("=") for pair in arguments.set)}
     config = Config(
-        recipe="acoustic",
+        recipe=arguments.recipe,
         strategy=STRATEGIES[name],
         nodes=nodes,
-        ranks_per_node=per_node,
+        ranks_per_node=str(per_node),
         data=str(arguments.data.resolve()),
         epochs=epochs,
         lr=lr,
@@ -79,20 +81,19 @@ def train(name: str, lr: float, seed: int, epochs: float, arguments: argparse.Na
     config.write(folder.config_file)
     begin = time.monotonic()
     command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
-    with launch.start(command, nodes=nodes, ranks_per_node=int(per_node)) as job:
+    with launch.start(command, nodes=nodes, ranks_per_node=per_node) as job:
         job.wait()
         tail = job.ranks[0].output[-3:]
     lines = folder.metrics()
     final = next((line for line in lines if line["kind"] == "final"), None)
     result: dict[str, Any] = {"name": name, "lr": lr, "seed": seed, "epochs": epochs, "wall": time.monotonic() - begin}
     if final is None:
-        result |= {"wer": None, "problem": " ".join(tail)[-300:]}
+        result |= {"quality": None, "problem": " ".join(tail)[-300:]}
     else:
         ends = [line for line in lines if line["kind"] == "end"]
         waits = [line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends]
         result |= {
-            "wer": final["metrics"]["wer"],
-            "cer": final["metrics"]["cer"],
+            "quality": final["metrics"][QUALITIES[arguments.recipe][0]],
             "seconds": final["seconds"],
             "gradients": final["gradients"],
             "waiting": statistics.mean(waits),
@@ -128,52 +129,52 @@ def main() -> None:
 
         searched = [(n, r, 0, arguments.search_epochs) for n in names if n not in fixed for r in rates]
         found = run_all(searched)
+        sign = QUALITIES[arguments.recipe][2]
         best = {name: float(fixed[name]) for name in names if name in fixed}
         for name in names:
-            tried = [result for result in found if result["name"] == name and result["wer"] is not None]
+            tried = [result for result in found if result["name"] == name and result["quality"] is not None]
             if tried:
-                best[name] = min(tried, key=lambda result: result["wer"])["lr"]
-        results = run_all(
-            [(n, best[n], seed, arguments.epochs) for seed in range(arguments.seeds) for n in names if n in best]
-        )
-    report(arguments, names, best, found, results)
+                best[name] = min(tried, key=lambda result: sign * result["quality"])["lr"]
+        seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+        results = run_all([(n, best[n], seed, arguments.epochs) for seed in seeds for n in names if n in best])
+    for line in (line for file in arguments.earlier for line in file.read_text().splitlines() if line.startswith("{")):
+        results.append(json.loads(line))
+    report(arguments, names, results, found)
 
 
-def report(
-    arguments: argparse.Namespace, names: list[str], best: dict[str, float], found: list[Any], results: list[Any]
-) -> None:
+def report(arguments: argparse.Namespace, names: list[str], results: list[Any], found: list[Any]) -> None:
     """The table, as text and as a file."""
     rows, base = [], None
     for name in names:
-        runs = [result for result in results if result["name"] == name and result["wer"] is not None]
+        runs = [result for result in results if result["name"] == name and result["quality"] is not None]
         if not runs:
             continue
-        wers = [100 * result["wer"] for result in runs]
-        mean = statistics.mean(wers)
+        values = [100 * result["quality"] for result in runs]
+        mean = statistics.mean(values)
         base = mean if name == "synchronous" else base
         rows.append(
             [
                 name,
-                f"{best[name]:g}",
-                f"{mean:.1f} ({min(wers):.1f}-{max(wers):.1f})",
+                ", ".join(f"{rate:g}" for rate in sorted({result["lr"] for result in runs})),
+                f"{mean:.1f} ({min(values):.1f}-{max(values):.1f})",
                 "" if base is None else f"{mean - base:+.1f}",
-                f"{statistics.mean(100 * result['cer'] for result in runs):.1f}",
                 f"{len(runs)}",
                 f"{statistics.mean(result['gradients'] / result['seconds'] for result in runs):.0f}",
                 f"{statistics.mean(result['waiting'] for result in runs):.0%}",
             ]
         )
-    header = ["strategy", "learning rate", "WER %", "against synchronous", "CER %", "seeds", "gradients/s", "waiting"]
-    settings = f"{LEARNERS} learners on one {arguments.device} device, {arguments.epochs:g} epochs, options {' '.join(arguments.set) or 'none'}"
-    search = ", ".join(f"{r['name']} {r['lr']:g}: {100 * r['wer']:.1f}" for r in found if r["wer"] is not None)
+    label = QUALITIES[arguments.recipe][1]
+    header = ["strategy", "learning rate", label, "against synchronous", "runs", "gradients/s", "waiting"]
+    search = ", ".join(f"{r['name']} {r['lr']:g}: {100 * r['quality']:.1f}" for r in found if r["quality"] is not None)
+    rates = f"searched on the first seed over {arguments.search_epochs:g} epochs ({search})" if search else "given"
     text = (
-        f"# AN4: word error rate by strategy\n\n{machine()}\n\nWritten by `benchmarks/acoustic.py`. {settings}; greedy decoding, "
-        "130 test utterances; the same number of gradients for every strategy; learning rate searched on the first seed "
-        f"over {arguments.search_epochs:g} epochs ({search or 'given'}). Several runs shared the device, so gradients per "
-        f"second compare only roughly.\n\n{table(header, rows)}\n"
+        f"# {arguments.recipe.capitalize()}: final quality by strategy\n\nWritten by `benchmarks/recipes.py` with {arguments.learners} "
+        f"learners sharing one {arguments.device} device, {arguments.epochs:g} epochs, options {' '.join(arguments.set) or 'none'}; the same "
+        f"number of gradients for every strategy; mean (least-most) of the runs. Learning rates: {rates}. Several runs shared the "
+        f"device, so gradients per second compare only roughly.\n\n{machine()}\n\n{table(header, rows)}\n"
     )
     print(text)
-    arguments.output.write_text(text)
+    (arguments.output or Path(__file__).with_name(f"{arguments.recipe.upper()}.md")).write_text(text)
 
 
 if __name__ == "__main__":

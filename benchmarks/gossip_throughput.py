@@ -1,0 +1,143 @@
+"""Gradients per second of gossip against no communication at all, with equal learners and with one ten times slower.
+
+    python benchmarks/gossip_throughput.py [--quick]
+
+Four ranks on the loopback of this machine; a step sleeps for 20 ms, as a CPU does that waits for an accelerator. One set
+of processes runs short blocks of every variant in turn, round after round; ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import loosestep
+from common import Spread, is_rank, machine, publish, ratios, run_ranks, say, settings_of_rank, table
+
+FREE, DDP = "no communication", "torch DDP"
+GOSSIP = ["adpsgd:topology=ring", "adpsgd:topology=random-ring", "adpsgd:topology=pairs"]
+CASES = [(1, [*GOSSIP, DDP]), (4, [GOSSIP[0], DDP]), (32, [GOSSIP[0], DDP])]  # MB, variants
+COMPUTE, SLOWER = 0.02, 10
+
+
+def work() -> None:
+    settings = settings_of_rank()
+    dist.init_process_group("gloo")
+    for round_ in range(settings["rounds"]):
+        for megabytes, variants in CASES:
+            for slow in (1, SLOWER):
+                for variant in (FREE, *variants):
+                    if slow > 1 and variant == DDP and megabytes > 1:
+                        continue
+                    result = block(variant, megabytes, slow=slow, seconds=settings["seconds"])
+                    say(round=round_, megabytes=megabytes, slow=slow, variant=variant, **result)
+    dist.destroy_process_group()
+
+
+def block(variant: str, megabytes: int, *, slow: int, seconds: float) -> dict[str, float]:
+    """Gradients of all ranks per second over a stretch of time, and the exchange rate gossip settled at."""
+    rank = dist.get_rank()
+    model = nn.ParameterList([nn.Parameter(torch.zeros(megabytes << 17)) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    run = loosestep.attach(model, optimizer, variant) if variant.startswith("adpsgd") else None
+    trained: Any = DistributedDataParallel(Product(model)) if variant == DDP else Product(model)
+    pause = COMPUTE * (slow if rank == 3 else 1)
+    dist.barrier()
+    begin = time.monotonic() + 0.3 * seconds  # the first part is warm-up
+    steps = late = 0
+    while (now := time.monotonic()) < begin + seconds:
+        trained(float(rank)).backward()
+        time.sleep(pause)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        late += now >= begin
+        # DDP needs every rank to make as many steps: stop together, by count
+        if variant == DDP and steps >= int(1.3 * seconds / (COMPUTE * slow)):
+            break
+    elapsed = time.monotonic() - begin if variant == DDP else seconds
+    stats = run.stats if run is not None else {}
+    mine = torch.tensor([late / max(elapsed, 1e-9), stats.get("rate", 0.0)], dtype=torch.float64)
+    if run is not None:
+        run.finish()
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, mine)
+    total = torch.stack(everybody)
+    return {"speed": total[:, 0].sum().item(), "rate": total[:, 1].mean().item()}
+
+
+class Product(nn.Module):
+    """The least that touches every parameter."""
+
+    def __init__(self, params: nn.ParameterList) -> None:
+        super().__init__()
+        self.params = params
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return sum(((p * factor).sum() for p in self.params), start=torch.zeros(()))
+
+
+def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) -> str:
+    def speeds(megabytes: int, slow: int, variant: str, what: str = "speed") -> list[float]:
+        return [
+            line[what]
+            for line in said
+            if (line["megabytes"], line["slow"], line["variant"]) == (megabytes, slow, variant)
+        ]
+
+    rows = []
+    for megabytes, variants in CASES:
+        for slow in (1, SLOWER):
+            base = speeds(megabytes, slow, FREE)
+            for variant in (FREE, *variants):
+                values = speeds(megabytes, slow, variant)
+                if not values:
+                    continue
+                rate = (
+                    ""
+                    if not variant.startswith("adpsgd")
+                    else f"{Spread(tuple(speeds(megabytes, slow, variant, 'rate'))).median:.2f}"
+                )
+                rows.append(
+                    [
+                        f"{megabytes} MB, " + ("equal" if slow == 1 else "one 10x slower"),
+                        f"`{variant}`" if rate else variant,
+                        Spread(tuple(values)).text(".0f"),
+                        ratios(values, base).text(".3f"),
+                        rate,
+                    ]
+                )
+    header = ["model, learners", "variant", "gradients/s", "of no communication", "exchanges per step"]
+    return (
+        f"## Gossip: four learners, {COMPUTE * 1000:.0f} ms of emulated compute\n\n{table(header, rows)}\n\nMedian and range of "
+        f"{settings['rounds']} rounds, {settings['seconds']:g} s each after a warm-up; ratios within a round. The exchange rate is what the "
+        f"pace controller settled at (10 % of each process's share of the cores). One machine, loopback. {where}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
+    quick = parser.parse_args().quick
+    settings = {"rounds": 1 if quick else 5, "seconds": 1.0 if quick else 2.0}
+    where = machine()
+    said = run_ranks(
+        __file__,
+        settings,
+        nodes=4,
+        ranks_per_node=1,
+        show=lambda line: (
+            f"round {line['round']}  {line['megabytes']:>2} MB  slow {line['slow']:>2}x  {line['variant']:<28}{line['speed']:8.1f} gradients/s"
+        ),
+    )
+    publish("gossip", section(said, settings, where), quick=quick)
+
+
+if __name__ == "__main__":
+    work() if is_rank() else main()
