@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -171,7 +172,7 @@ def test_a_plateau_of_the_observed_loss_halves_the_period_on_every_rank_at_the_s
     assert periods[0] == 4
     assert 2 in periods
     assert 1 in periods
-    gaps = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(starts)]
     assert gaps[0] == 4
     assert set(gaps) == {4, 2, 1}
 

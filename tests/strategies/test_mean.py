@@ -3,9 +3,9 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inprocess import train
 from torch import nn
 
+from inprocess import train
 from loosestep import Topology
 from loosestep.run import Run
 
