@@ -45,8 +45,9 @@ def main(parent: int, namespace: str, hosts: str, command: list[str]) -> None:
             sys.exit(f"loosestep: cannot enter the network {namespace}: {os.strerror(ctypes.get_errno())}")
     if hosts != "-":
         add_hosts(hosts)
-    for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(ignored_by_python, signal.SIG_DFL)
+    # Python ignores the first two, a shell in the background the third: a rank must hear them all.
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -23,7 +23,7 @@ from loosestep.comm.world import World
 from loosestep.topology import Topology
 from loosestep.trace.events import Trace
 
-PIECE = 1 << 22  # elements that travel at a time: bounds the extra memory
+PIECE = 1 << 20  # elements that travel at a time: bounds the extra memory
 SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, SCOPE, LANE, WIRE = range(10)  # the columns of a round's header
 WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
 
