@@ -51,7 +51,7 @@ def block(variant: str, megabytes: int, *, slow: int, seconds: float) -> dict[st
     dist.barrier()
     begin = time.monotonic() + 0.3 * seconds  # the first part is warm-up
     steps = late = 0
-    while (now := time.monotonic()) < begin + seconds:
+    while (now := time.monotonic()) < begin + seconds or variant == DDP:
         trained(float(rank)).backward()
         time.sleep(pause)
         optimizer.step()
