@@ -1,10 +1,15 @@
 """Asynchronous, decentralised data-parallel training for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from loosestep.attach import attach
 from loosestep.comm.base import CommError, LostPeer
 from loosestep.run import Run
 from loosestep.strategies import ADPSGD, DASO, AllReduce, DelayByOne, LocalSGD, Strategy, strategy
 from loosestep.topology import Topology
+
+if TYPE_CHECKING:
+    from loosestep.sim.cluster import Cluster
 
 __version__ = "0.1.0"
 
@@ -12,6 +17,7 @@ __all__ = [
     "ADPSGD",
     "DASO",
     "AllReduce",
+    "Cluster",
     "CommError",
     "DelayByOne",
     "LocalSGD",
@@ -22,3 +28,14 @@ __all__ = [
     "attach",
     "strategy",
 ]
+
+_LAZY = {"Cluster": "loosestep.sim.cluster"}
+
+
+def __getattr__(name: str) -> Any:
+    """The simulator is imported when it is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'loosestep' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

@@ -13,6 +13,7 @@ def test_every_option_of_the_manual_is_understood() -> None:
     assert grammar.rate("2.5Gbit") == 2_500_000_000
     assert grammar.duration("20ms") == pytest.approx(0.02)
     assert grammar.duration("2min") == 120
+    assert grammar.duration("50us") == pytest.approx(5e-5)
     assert grammar.share("1%") == pytest.approx(0.01)
     assert grammar.link("2-3=50mbit") == ((2, 3), 50_000_000)
     assert grammar.slow("5:10x") == (5, 10.0)

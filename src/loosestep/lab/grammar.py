@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 _NUMBER = r"(\d+(?:\.\d+)?)"
 
 
@@ -49,7 +49,7 @@ def rate(text: str, *, what: str = "--bandwidth") -> int:
 
 def duration(text: str, *, what: str = "--delay") -> float:
     """Seconds of `20ms`."""
-    match = re.fullmatch(_NUMBER + "(ms|s|m|min)", text.strip().lower())
+    match = re.fullmatch(_NUMBER + "(us|ms|s|m|min)", text.strip().lower())
     if match is None:
         raise ValueError(f"{what} {text!r}: expected a duration such as 20ms, 1.5s or 2min")
     return float(match[1]) * _SECONDS[match[2]]

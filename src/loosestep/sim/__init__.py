@@ -1,0 +1,1 @@
+"""Clusters nobody here has: many ranks in one process, on a virtual clock."""
