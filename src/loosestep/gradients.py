@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from loosestep.comm.base import Comm, Pending, Scope
 from loosestep.comm.channel import ordered_sum
@@ -27,10 +28,12 @@ class Bucket:
     def __init__(self, params: Sequence[nn.Parameter], multiple: int) -> None:
         self.params = list(params)
         self.sizes = [param.numel() for param in params]
-        self.padded = -(-(sum(self.sizes) + len(params)) // multiple) * multiple
+        self.padding = -(sum(self.sizes) + len(params)) % multiple
+        self.padded = sum(self.sizes) + len(params) + self.padding
         self.ready: set[int] = set()
         self.sent: Pending[None] | None = None
         self._flat: torch.Tensor | None = None
+        self._views = WeakIdKeyDictionary()  # the same few tensors come again and again
 
     @property
     def flat(self) -> torch.Tensor:
@@ -43,32 +46,36 @@ class Bucket:
         return torch.zeros(self.padded, dtype=self.params[0].dtype)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        pieces = flat[: sum(self.sizes)].split(self.sizes)
-        return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
-
-    def flags(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[sum(self.sizes) : sum(self.sizes) + len(self.params)]
+        """`flat` cut into tensors of the parameters' shapes, and last the flags."""
+        views: list[torch.Tensor] | None = self._views.get(flat)
+        if views is None:
+            *pieces, flags, _ = flat.split([*self.sizes, len(self.params), self.padding])
+            views = [*(piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)), flags]
+            self._views[flat] = views
+        return views
 
     @torch.no_grad()
     def pack(self, into: torch.Tensor) -> None:
         """Gradients in; zeros and a zero flag where there is none."""
-        self.flags(into).copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
-        if any(p.grad is not None and p.grad.is_sparse for p in self.params):
+        *views, flags = self.views(into)
+        gradients = [param.grad for param in self.params]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        dense = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        flags.copy_(torch.tensor([gradient is not None for gradient in gradients]))
         if self.params[0].device.type == "cpu":
-            torch._foreach_copy_(self.views(into), gradients)
+            torch._foreach_copy_(views, dense)
         else:  # one transfer
-            into[: sum(self.sizes)].copy_(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            into[: sum(self.sizes)].copy_(torch.cat([gradient.reshape(-1) for gradient in dense]))
 
     @torch.no_grad()
     def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
         """Means out: the sum of the parts, in order, over the divisor. Unused everywhere: `grad` stays None."""
-        used = sum(self.flags(part) for part in parts)
         device = self.params[0].device
-        columns = zip(*(self.views(part.to(device)) for part in parts), strict=True)
-        for views, param, flag in zip(columns, self.params, used.tolist(), strict=True):  # type: ignore[union-attr]
-            if flag == 0:
+        rows = [self.views(part.to(device)) for part in parts]
+        used = [any(flags) for flags in zip(*(row[-1].tolist() for row in rows), strict=True)]
+        for flag, param, *views in zip(used, self.params, *(row[:-1] for row in rows), strict=True):
+            if not flag:
                 continue
             if param.grad is None:
                 param.grad = torch.empty_like(param)

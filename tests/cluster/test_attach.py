@@ -457,15 +457,17 @@ def memory(rank: int):
             optimizer.step()
             optimizer.zero_grad()
         gc.collect()
-        mine = {p.data_ptr() for p in model.parameters()}
-        buckets = {b.flat.data_ptr() for b in run._engine.averager._buckets}
+        mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        buckets = {b.flat.untyped_storage().data_ptr() for b in run._engine.averager._buckets}
         comm = run._engine._comm
-        buckets.add(comm._g.node._slots._bytes.data_ptr())  # gradients in shared memory
+        buckets.add(comm._g.node._slots._bytes.untyped_storage().data_ptr())  # gradients in shared memory
         shared = comm._x.node._slots._bytes.untyped_storage().data_ptr()
         held = {}
         for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and thing.data_ptr() not in mine | buckets:
-                held[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes() / 4
+            if issubclass(type(thing), torch.Tensor):
+                storage = thing.untyped_storage()
+                if storage.data_ptr() not in mine | buckets:
+                    held[storage.data_ptr()] = storage.nbytes() / 4
         held[shared] = held.get(shared, 0) / len(run.topology.mates(run.rank))  # one memory for the ranks of a node
         extra = sum(numel for numel in held.values() if numel > 1000)
     return extra / size

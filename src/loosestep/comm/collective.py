@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,16 @@ from loosestep.topology import Topology
 from loosestep.trace.events import Trace
 
 PIECE = 1 << 20  # elements that travel at a time: bounds the extra memory
-SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, SCOPE, LANE, WIRE = range(10)  # the columns of a round's header
+SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, LANE, WIRE = range(9)  # the columns of an exchange's header
 WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
+
+
+class Standing(NamedTuple):
+    """What a rank is at when gradients are averaged."""
+
+    kind: float
+    wide: float  # over the world, not the node
+    checksum: float  # of its gradients of the round before
 
 
 class Channels:
@@ -144,15 +152,15 @@ class Collective:
     def _call(self, kind: Kind, offer: Offer | None) -> torch.Tensor:
         """Everybody's header; row r is rank r's."""
         self._sequence += 1
-        row = torch.zeros(10, dtype=torch.float64)
+        row = [0.0] * 9
         row[SEQUENCE], row[KIND], row[STEP], row[FINITE], row[LANE] = self._sequence, kind, self.step, 1, -1
         if offer is not None:
-            checksum = sum(float(tensor.sum(dtype=torch.float64)) for tensor in offer.vector)
+            checksum = sum(float(tensor.sum()) for tensor in offer.vector)  # may overflow where every value is finite
             finite = math.isfinite(checksum) or all(bool(t.isfinite().all()) for t in offer.vector)
             row[LOSS], row[COUNT] = float(offer.losses[0]), offer.losses[1]
             row[FINITE], row[CHECKSUM] = finite, checksum if math.isfinite(checksum) else 0.0
             row[LANE], row[WIRE] = -1 if offer.lane is None else offer.lane, WIRES.index(offer.wire)
-        rows = self._x.world.gather(row)
+        rows = self._x.world.gather(torch.tensor(row, dtype=torch.float64))
         ahead = rows[:, SEQUENCE] != self._sequence
         if ahead.any():
             raise CommError(f"rounds are out of step: {rows[:, SEQUENCE].tolist()}; please report this")
@@ -257,26 +265,29 @@ class Collective:
         alone = scope == "node" or len(self.topology.nodes) == 1
         if alone and node.fits(parcel.flat):
             node.through_memory(parcel, self._contributors)
-            self._report(self._channels)
             return
         parcel.pack(parcel.flat)
         self._reduce(parcel.flat, scope)
         parcel.unpack([parcel.flat], 1)
 
     def _enter(self, scope: Scope, checksum: float) -> None:
-        rows = self._header(self._channels.node, Kind.GRADIENTS, scope=scope, checksum=checksum)
-        if scope == "world" and self._channels.world is not self._channels.node:
-            rows = self._header(self._channels.world, Kind.GRADIENTS, scope=scope, checksum=checksum)
-        present = rows[rows[:, KIND] == Kind.GRADIENTS]
-        if (present[:, SCOPE] != present[0, SCOPE]).any():
+        self._report(self._channels)
+        mine = Standing(Kind.GRADIENTS, scope == "world", checksum)
+        channel = self._channels.node
+        standings = self._stand(channel, mine)
+        if scope == "world" and self._channels.world is not channel:
+            channel = self._channels.world
+            standings = self._stand(channel, mine)
+        present = [standing for standing in standings if standing.kind == Kind.GRADIENTS]
+        if any(standing.wide != mine.wide for standing in present):
             raise CommError("the ranks of a node disagree about whose gradients are averaged; please report this")
-        same = len(present) > 1 and checksum != 0 and bool((present[:, CHECKSUM] == checksum).all())
+        same = len(present) > 1 and checksum != 0 and all(standing.checksum == checksum for standing in present)
         self._same_gradients = self._same_gradients + 1 if same else 0
         self.identical = self.identical or self._same_gradients >= 3
-        self._took_part(rows, self._channels.world if scope == "world" else self._channels.node)
+        self._took_part(standings, channel)
 
-    def _took_part(self, rows: torch.Tensor, channel: Channel) -> None:
-        self.present = [rank for rank, row in zip(channel.ranks, rows, strict=True) if row[KIND] == Kind.GRADIENTS]
+    def _took_part(self, standings: list[Standing], channel: Channel) -> None:
+        self.present = [r for r, other in zip(channel.ranks, standings, strict=True) if other.kind == Kind.GRADIENTS]
         self._contributors = len(self.present)
 
     def _serve(self, kind: Kind) -> None:
@@ -291,23 +302,22 @@ class Collective:
         """Join gradient rounds until the ranks of the channel have reached something else, and say what."""
         assert self.member is not None
         while True:
-            rows = self._header(channel, kind)
-            top = Kind(int(rows[:, KIND].max()))
+            standings = self._stand(channel, Standing(kind, False, 0.0))
+            top = Kind(int(max(standing.kind for standing in standings)))
             if top != Kind.GRADIENTS:
                 return top
-            wide = bool((rows[rows[:, KIND] == top][:, SCOPE] == 1).any())
+            wide = any(standing.wide for standing in standings)
             if wide and channel is not self._channels.world:
-                rows = self._header(self._channels.world, kind)
+                standings = self._stand(self._channels.world, Standing(kind, False, 0.0))
             scope: Scope = "world" if wide else "node"
-            self._took_part(rows, self._channels.world if wide else channel)
+            self._took_part(standings, self._channels.world if wide else channel)
             self.missed = "world" if "world" in (scope, self.missed) else "node"
             for flat in self.member.blank_buckets():
                 self._reduce(flat, scope)
 
-    def _header(self, channel: Channel, kind: Kind, *, scope: Scope = "node", checksum: float = 0.0) -> torch.Tensor:
-        row = torch.zeros(10, dtype=torch.float64)
-        row[KIND], row[SCOPE], row[CHECKSUM] = kind, scope == "world", checksum
-        return channel.gather(row)
+    def _stand(self, channel: Channel, mine: Standing) -> list[Standing]:
+        """What every rank of the channel is at."""
+        return [Standing(*numbers) for numbers in channel.tell(*mine)]
 
     def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
         """Inside the node a sum for each lane, across nodes their means, then all of them inside the node."""
@@ -320,7 +330,6 @@ class Collective:
             if lane is not None:
                 part = lane.mean(part, None, self._contributors)
             flat.copy_(node.share(part, lanes).view(-1) if node.size > 1 else part)
-        self._report(self._channels)
 
     @property
     def _channels(self) -> Channels:
@@ -339,6 +348,7 @@ class Collective:
         for stream in filter(None, (self._exchanges, self._gradients)):
             stream.close(timeout=10.0)
         for channels in filter(None, (self._x, self._g)):
+            self._report(channels)
             channels.close()
         if self._pulse is not None:
             self._pulse.leave()

@@ -24,7 +24,8 @@ FOLDER = Path("/dev/shm")
 LIMIT = 32 << 20  # bytes in all: containers often have 64 MB
 LARGEST = 4 << 20
 SLICE = 0.25  # seconds between two looks at the heartbeats
-HERE = struct.Struct("<IQ")  # rank, number of the meeting
+HERE = struct.Struct("<IQ")  # rank, number of the meeting; then a note
+NOTE = 256  # bytes of a note, at most
 
 
 class Meeting:
@@ -34,38 +35,38 @@ class Meeting:
     """
 
     def __init__(self, name: str, *, index: int, size: int) -> None:
-        self._name, self._index, self._size = name, index, size
+        self._index, self._size = index, size
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(self._address(index))
+        self._addresses = [
+            f"\0{name}-{rank}" for rank in range(size)
+        ]  # abstract: no file, known only to who reads the store
+        self._socket.bind(self._addresses[index])
+        self._socket.settimeout(SLICE)
         self._number = 0
-        self._ahead = [0] * size  # the latest meeting each rank has announced
+        self._notes: list[dict[int, bytes]] = [{} for _ in range(size)]  # what each rank said, by meeting
 
-    def _address(self, index: int) -> str:
-        return (
-            f"\0{self._name}-{index}"  # an abstract name: no file, and nobody knows it who cannot read the run's store
-        )
-
-    def meet(self, check: Callable[[], None]) -> None:
-        """Wait for everybody; `check` is called now and then and raises when somebody is lost."""
+    def meet(self, check: Callable[[], None], note: bytes = b"") -> list[bytes]:
+        """Wait for everybody; everybody's note, in rank order. `check` is called now and then, and raises when somebody is lost."""
         self._number += 1
-        self._ahead[self._index] = self._number
+        message = HERE.pack(self._index, self._number) + note
+        self._notes[self._index][self._number] = note
         for rank in range(self._size):
             if rank != self._index:
-                self._tell(rank, check)
-        self._socket.settimeout(SLICE)
-        while min(self._ahead) < self._number:
+                self._tell(rank, message, check)
+        while not all(self._number in notes for notes in self._notes):
             try:
-                rank, number = HERE.unpack(self._socket.recv(HERE.size))
+                heard = self._socket.recv(HERE.size + NOTE)
             except TimeoutError:
                 check()
             else:
-                self._ahead[rank] = max(self._ahead[rank], number)
+                rank, number = HERE.unpack_from(heard)
+                self._notes[rank][number] = heard[HERE.size :]
+        return [notes.pop(self._number) for notes in self._notes]
 
-    def _tell(self, rank: int, check: Callable[[], None]) -> None:
-        self._socket.settimeout(SLICE)
+    def _tell(self, rank: int, message: bytes, check: Callable[[], None]) -> None:
         while True:
             try:
-                self._socket.sendto(HERE.pack(self._index, self._number), self._address(rank))
+                self._socket.sendto(message, self._addresses[rank])
                 return
             except TimeoutError:  # its queue is full
                 check()
@@ -84,6 +85,7 @@ class Slots:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8).view(2, size, capacity)
         self._index, self.capacity, self.meeting = index, capacity, meeting
         self._turn = 0
+        self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
 
     def next(self, like: torch.Tensor) -> torch.Tensor:
         """The own slot of the next turn, to be written."""
@@ -91,8 +93,11 @@ class Slots:
         return self.read(self._index, like)
 
     def read(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """The values in a rank's slot, as many and of the dtype of `like`; not a copy."""
-        return self._bytes[self._turn, rank].view(like.dtype)[: like.numel()]
+        """The values in a rank's slot, as many and of the dtype of `like`; not a copy, and always the same tensor."""
+        key = (self._turn, rank, like.dtype, like.numel())
+        if key not in self._views:
+            self._views[key] = self._bytes[self._turn, rank].view(like.dtype)[: like.numel()]
+        return self._views[key]
 
     def pieces(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
         """A flat tensor in pieces that fit into a slot."""
