@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import loosestep
-from common import Spread, is_rank, machine, publish, run_ranks, say, settings_of_rank, table
+from common import Spread, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
 from loosestep.recipes.vision.recipe import VisionRecipe, VisionTask
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "cifar10"
@@ -53,7 +53,7 @@ def work() -> None:
                 accuracy, loss = train(task, strategy, steps)
                 seconds = time.monotonic() - start
                 say(task=name, seed=seed, strategy=strategy, accuracy=accuracy, loss=loss, seconds=seconds)
-    dist.destroy_process_group()
+    leave()
 
 
 def build(name: str, data: str, seed: int) -> VisionTask:

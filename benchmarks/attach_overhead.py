@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
-from common import Spread, is_rank, machine, publish, run_ranks, say, settings_of_rank, table
+from common import Spread, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
 from loosestep.trace.events import Trace
 
 PLAIN, DDP = "plain loop", "torch DDP"
@@ -36,7 +36,7 @@ def work() -> None:
             seconds, events = block(variant, settings["steps"])
             say(world=dist.get_world_size(), variant=variant, seconds=seconds, events=events)
         say(world=dist.get_world_size(), variant="one event", seconds=price_of_an_event(), events=1.0)
-    dist.destroy_process_group()
+    leave()
 
 
 def block(variant: str, steps: int) -> tuple[float, float]:

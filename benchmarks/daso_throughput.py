@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
-from common import Spread, is_rank, machine, publish, ratios, run_ranks, say, settings_of_rank, table
+from common import Spread, is_rank, leave, machine, publish, ratios, run_ranks, say, settings_of_rank, table
 
 BANDWIDTH = "500mbit"
 FREE = "no communication"
@@ -110,7 +110,7 @@ def work() -> None:
                     speed=speed.sum().item(),
                     waiting=waiting.mean().item(),
                 )
-    dist.destroy_process_group()
+    leave()
 
 
 def block(compute: str, variant: str, *, steps: int, seed: int) -> tuple[float, float]:

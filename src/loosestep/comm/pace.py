@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+AIM = 0.8  # of the limit
+
 
 class Pace:
     """Decides at every step how many exchanges to begin.
@@ -10,7 +12,7 @@ class Pace:
     to: `cores` times the wall clock, less than 1 when ranks outnumber processors. That allowance flows into an account
     and what communication has used flows out, exchanges that peers began included; none is begun while the account is
     overdrawn. So fewer exchanges, never slower steps. The account holds at most one second's allowance, so that a pause
-    is not followed by a burst.
+    is not followed by a burst. The controller aims at four fifths of the limit: what is begun cannot be taken back.
     """
 
     def __init__(self, rate: float = 1.0, *, share: float = 0.1, cores: float = 1.0) -> None:
@@ -22,7 +24,7 @@ class Pace:
             raise ValueError(f"cores must be above 0, got {cores}")
         self.rate = rate
         self.current = rate  # running mean of the exchanges begun per step
-        self._allowance = share * cores
+        self._allowance = AIM * share * cores
         self._account = self._credit = 0.0
         self._last: tuple[float, float] | None = None
 
