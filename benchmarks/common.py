@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+SIMULATED = Path(__file__).with_name("SIMULATED.md")
 TITLE = "# Measured\n\nEvery section is written by its script, on the machine and with the versions it names.\n"
 MARK = "@benchmark "
 DONE = "@benchmark-done"
@@ -175,9 +176,9 @@ def write_section(name: str, text: str, *, path: Path = RESULTS) -> None:
         path.write_text(f"{before.rstrip()}\n\n{section}\n")
 
 
-def publish(name: str, text: str, *, quick: bool) -> None:
+def publish(name: str, text: str, *, quick: bool, path: Path = RESULTS) -> None:
     """Print the section; a full run also writes it down."""
     print(f"\n{text}")
     if not quick:
-        write_section(name, text)
-        print(f"\nwritten to {RESULTS.name}, section {name}")
+        write_section(name, text, path=path)
+        print(f"\nwritten to {path.name}, section {name}")

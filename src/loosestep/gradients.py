@@ -184,18 +184,24 @@ class GradientAverager:
 
 
 def make_buckets(params: Sequence[nn.Parameter], multiple: int) -> list[Bucket]:
-    """Last parameters first, one dtype per bucket. Each takes half of what is left: few buckets, and the last one, which
-    nothing hides any more, is small."""
-    buckets: list[Bucket] = []
-    group: list[nn.Parameter] = []
-    left = sum(p.numel() * p.element_size() for p in params)
-    size = 0
-    for param in reversed(params):
+    """Last parameters first, one dtype per bucket."""
+    sizes = [p.numel() * p.element_size() for p in params]
+    buckets = fill_buckets(sizes, [p.dtype for p in params])
+    return [Bucket([params[index] for index in bucket], multiple) for bucket in buckets]
+
+
+def fill_buckets(sizes: Sequence[int], kinds: Sequence[object]) -> list[list[int]]:
+    """Indices of parameters of so many bytes, last ones first, one kind per bucket. Each takes half of what is left: few
+    buckets, and the last one, which nothing hides any more, is small."""
+    buckets: list[list[int]] = []
+    group: list[int] = []
+    left, size = sum(sizes), 0
+    for index in reversed(range(len(sizes))):
         limit = min(max(left // 2, LEAST), MOST)
-        if group and (param.dtype != group[0].dtype or size >= limit):
-            buckets.append(Bucket(group, multiple))
+        if group and (kinds[index] != kinds[group[0]] or size >= limit):
+            buckets.append(group)
             left -= size
             group, size = [], 0
-        group.append(param)
-        size += param.numel() * param.element_size()
-    return [*buckets, Bucket(group, multiple)]
+        group.append(index)
+        size += sizes[index]
+    return [*buckets, group]

@@ -1,0 +1,251 @@
+"""The simulator's timing-only predictions against the lab: step time by strategy, bandwidth and straggler.
+
+    python benchmarks/prediction.py [--quick]          (Linux, root; about seven minutes on a machine with nothing else to do)
+
+Two nodes of two ranks in network namespaces. Compute is emulated (sleeps inside the layers, 100 ms a step, a third of it
+forward). In every round each rank first measures its machine, whatever the strategy: a step without communication, one
+pass over memory, a message around all ranks, a meeting of the node's ranks in shared memory, the payload of the link.
+Then every strategy makes a few steps. The prediction gets the medians of the former and is compared with the median of
+the latter; nothing is fitted to a strategy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import loosestep
+from common import SIMULATED, Spread, is_rank, machine, publish, run_ranks, say, settings_of_rank, table
+from daso_throughput import SleepyLayer
+from loosestep.comm.shared import forget, open_slots
+from loosestep.sim.cluster import Cluster
+from loosestep.sim.machine import Machine
+from loosestep.sim.timing import predict
+
+BANDWIDTHS = ["100mbit", "300mbit", "1000mbit"]
+FREE = "no communication"
+VARIANTS = [
+    FREE, "allreduce", "localsgd:period=4", "daso:period=4,delay=1", "delay-by-one:replica=node",
+    "adpsgd:topology=random-ring",
+]  # fmt: skip
+LAYERS, WIDTH, COMPUTE, SLOWER = 8, 361, 0.1, 3.0
+STRAGGLER = 3
+WARMUP = 7  # an exchange of period 4 that started at step 4 has landed: none is in the air when the clock starts
+SIZES = [WIDTH * WIDTH * 4, WIDTH * 4] * LAYERS
+TARGET = 0.10
+
+
+# One rank --------------------------------------------------------------------------------------------------------------
+
+
+def work() -> None:
+    """Every round: the machine, then every variant without and with a straggler."""
+    settings = settings_of_rank()
+    dist.init_process_group("gloo")
+    lanes = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for round_ in range(settings["rounds"]):
+        say(round=round_, variant="machine", **measure(lanes[dist.get_rank() % 2], round_))
+        for slow in (False, True):
+            for variant in VARIANTS:
+                steps = settings["slow_steps" if slow else "steps"]
+                factor = SLOWER if slow and dist.get_rank() == STRAGGLER else 1.0
+                speeds = everybody(block(variant, steps=steps, factor=factor, seed=round_))
+                say(round=round_, variant=variant, slow=slow, seconds=[1 / speed for speed in speeds])
+    dist.destroy_process_group()
+
+
+def everybody(mine: float) -> list[float]:
+    """This figure of every rank."""
+    figures = [torch.empty(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(figures, torch.tensor([mine], dtype=torch.float64))
+    return [figure.item() for figure in figures]
+
+
+def measure(lane: Any, round_: int) -> dict[str, float]:
+    """What every strategy is made of, measured while all ranks do the same: seconds, and cores per rank."""
+    cold = [torch.zeros(1 << 20) for _ in range(16)]  # 64 MB: no cache holds them
+    row, rows = torch.zeros(10, dtype=torch.float64), torch.zeros(40, dtype=torch.float64)
+    rank, shard = dist.get_rank(), torch.zeros(sum(SIZES) // 8)
+    store = dist.PrefixStore(f"meeting/{round_}/{rank // 2}", dist.distributed_c10d._get_default_store())
+    slots = open_slots(store, index=rank % 2, size=2)
+    assert slots is not None, "the lab needs /dev/shm"
+
+    def pass_over() -> None:
+        for source, target in zip(cold[:8], cold[8:], strict=True):
+            target.copy_(source)
+
+    dist.barrier()
+    wall, cpu = time.monotonic(), time.thread_time()
+    for _ in range(10):
+        pass_over()
+    wall, cpu = time.monotonic() - wall, time.thread_time() - cpu
+    figures = {
+        "copy": median(everybody(cpu)) / (10 * 8 * 4 * (1 << 20)),
+        "cores": median(everybody(cpu / wall)),
+        "message": repeated(lambda: dist.all_gather_into_tensor(rows, row), 9) / 3,
+        "meeting": repeated(lambda: slots.meeting.meet(lambda: None), 9),
+        "link": repeated(lambda: dist.all_reduce(shard, group=lane), 3),
+    }
+    forget(store, rank % 2)
+    slots.meeting.close()
+    return figures
+
+
+def repeated(operation: Callable[[], Any], times: int) -> float:
+    """Everybody begins together; the median of how long the slowest took."""
+    operation()
+    taken = []
+    for _ in range(times):
+        dist.barrier()
+        start = time.monotonic()
+        operation()
+        taken.append(max(everybody(time.monotonic() - start)))
+    return median(taken)
+
+
+def block(variant: str, *, steps: int, factor: float, seed: int) -> float:
+    """Steps per second of this rank. Gossip, and no communication, run for a time; others make so many steps."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[SleepyLayer(WIDTH, COMPUTE / LAYERS) for _ in range(LAYERS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    x, y = (torch.randn(4, WIDTH, generator=generator) for _ in range(2))
+
+    def step() -> None:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    free = variant == FREE or variant.startswith("adpsgd")
+    with nullcontext() if variant == FREE else loosestep.attach(model, optimizer, variant):
+        pace(model, 0.1)
+        for _ in range(WARMUP):
+            step()
+        pace(model, factor)
+        dist.barrier()
+        start = time.monotonic()
+        made = 0
+        while time.monotonic() < start + steps * COMPUTE if free else made < steps:
+            step()
+            made += 1
+        speed = made / (time.monotonic() - start)
+        dist.barrier()
+    return speed
+
+
+def pace(model: nn.Sequential, factor: float) -> None:
+    """How long the layers sleep, as a multiple of what they are built for."""
+    for layer in model:
+        layer.seconds = factor * COMPUTE / LAYERS  # type: ignore[assignment]
+
+
+# Prediction and table --------------------------------------------------------------------------------------------------
+
+
+def lab_machine(said: list[dict[str, Any]], bandwidth: str) -> Machine:
+    """The machine as the lab measured it at this bandwidth."""
+    lines = [line for line in said if line["variant"] == "machine"]
+    figure = {name: median(line[name] for line in lines) for name in ("copy", "cores", "message", "meeting", "link")}
+    ideal = sum(SIZES) / Cluster(bandwidth=bandwidth).bytes_per_second
+    return Machine(
+        copy=1 / figure["copy"],
+        cores=min(1.0, figure["cores"]),
+        message=figure["message"],
+        meeting=figure["meeting"],
+        payload=min(1.0, ideal / max(1e-9, figure["link"] - 2 * figure["message"])),
+    )
+
+
+def compare(said: list[dict[str, Any]], bandwidth: str) -> list[dict[str, Any]]:
+    """Predicted against measured seconds per step, for every variant."""
+    where = lab_machine(said, bandwidth)
+    lines = []
+    for slow in (False, True):
+        cases = {v: [s["seconds"] for s in said if s["variant"] == v and s.get("slow") == slow] for v in VARIANTS}
+        compute = [median(times) for times in zip(*cases[FREE], strict=True)]
+        cluster = Cluster(
+            bandwidth=bandwidth, latency="30us", traces={rank: [seconds] for rank, seconds in enumerate(compute)}
+        )
+        for variant in VARIANTS[1:]:
+            measured = Spread(tuple(seconds_per_step(variant, times) for times in cases[variant]))
+            predicted = predict(
+                variant, loosestep.Topology.grid(2, 2), cluster, parameters=SIZES, steps=200, machine=where
+            ).seconds_per_step
+            lines.append({"bandwidth": bandwidth, "slow": slow, "variant": variant, "measured": measured,
+                          "predicted": predicted, "error": predicted / measured.median - 1})  # fmt: skip
+    return lines
+
+
+def seconds_per_step(variant: str, times: list[float]) -> float:
+    """Of all ranks together: gossip counts every gradient, collective strategies go at the pace of the last rank."""
+    return len(times) / sum(1 / seconds for seconds in times) if variant.startswith("adpsgd") else max(times)
+
+
+def section(lines: list[dict[str, Any]], machines: dict[str, Machine], settings: dict[str, Any], where: str) -> str:
+    """The table and what is needed to judge it."""
+    rows = [
+        [
+            f"{line['bandwidth'].removesuffix('mbit')} Mbit/s" + (", one rank 3x slower" if line["slow"] else ""),
+            f"`{line['variant']}`",
+            f"{1000 * line['predicted']:.0f}",
+            Spread(tuple(1000 * value for value in line["measured"].values)).text(".0f"),
+            f"{line['error']:+.1%}",
+        ]
+        for line in lines
+    ]
+    errors = sorted(abs(line["error"]) for line in lines)
+    within = sum(error <= TARGET for error in errors)
+    head = ["link", "strategy", "predicted ms a step", "measured ms a step", "error"]
+    figures = "; ".join(
+        f"{bandwidth}: {m.copy / 1e9:.1f} GB/s of copying, {m.cores:.2f} cores a rank, {m.payload:.2f} of the link's rate, {1e6 * m.message:.0f} us a "
+        f"message, {1e6 * m.meeting:.0f} us a meeting"
+        for bandwidth, m in machines.items()
+    )
+    return (
+        f"## Predicted and measured: two nodes of two ranks\n\n{table(head, rows)}\n\n{within} of {len(lines)} within "
+        f"{TARGET:.0%}; median error {median(errors):.1%}, largest {errors[-1]:.1%}. Measured: median and range of "
+        f"{settings['rounds']} rounds, {settings['steps']} steps each ({settings['slow_steps']} with a straggler) after {WARMUP} of "
+        f"warm-up; emulated compute, a model of {sum(SIZES) / 1e6:.1f} MB. A step is ranks / (gradients per second), so that "
+        f"gossip with a straggler has one too. Predicted: `loosestep.sim.timing.predict` with each rank's step time without "
+        f"communication and the machine as measured in the same rounds ({figures}). {where}."
+    )
+
+
+def main() -> None:
+    """Parse, run, predict, publish."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
+    parser.add_argument("--bandwidth", action="append", help="instead of all three; nothing written")
+    chosen = parser.parse_args()
+    settings = (
+        {"rounds": 1, "steps": 8, "slow_steps": 4} if chosen.quick else {"rounds": 3, "steps": 12, "slow_steps": 8}
+    )
+    where, lines, machines = machine(), [], {}
+    for bandwidth in chosen.bandwidth or BANDWIDTHS:
+        print(bandwidth, flush=True)
+        said = run_ranks(__file__, settings, bandwidth=bandwidth, show=show)
+        lines += compare(said, bandwidth)
+        machines[bandwidth] = lab_machine(said, bandwidth)
+    quick = chosen.quick or chosen.bandwidth is not None
+    publish("prediction", section(lines, machines, settings, where), quick=quick, path=SIMULATED)
+
+
+def show(line: dict[str, Any]) -> str:
+    """A line of progress."""
+    if line["variant"] == "machine":
+        times = "  ".join(f"{name} {1000 * line[name]:.2f} ms" for name in ("message", "meeting", "link"))
+        return f"copy {1e-9 / line['copy']:.1f} GB/s  cores {line['cores']:.2f}  {times}"
+    times = "  ".join(f"{1000 * seconds:6.1f}" for seconds in line["seconds"])
+    return f"round {line['round']}  {'straggler' if line['slow'] else '':9}  {line['variant']:28} {times} ms a step"
+
+
+if __name__ == "__main__":
+    work() if is_rank() else main()
