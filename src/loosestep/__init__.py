@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from loosestep.attach import attach
 from loosestep.comm.base import CommError, LostPeer
+from loosestep.mesh import node_mesh
 from loosestep.run import Run
 from loosestep.strategies import ADPSGD, DASO, AllReduce, DelayByOne, LocalSGD, Strategy, strategy
 from loosestep.topology import Topology
@@ -26,6 +27,7 @@ __all__ = [
     "Strategy",
     "Topology",
     "attach",
+    "node_mesh",
     "strategy",
 ]
 

@@ -9,8 +9,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from loosestep.comm.collective import Collective
@@ -18,6 +16,7 @@ from loosestep.comm.world import World, open_world
 from loosestep.engine import Engine
 from loosestep.exchanges import CollectiveEngine
 from loosestep.gossip import GossipEngine, NodeGossipEngine
+from loosestep.inside import Inside, averages_gradients, check_fit, check_gossip, look_inside
 from loosestep.learner import Learner
 from loosestep.replica import Replica
 from loosestep.run import Run
@@ -27,6 +26,7 @@ from loosestep.topology import Topology
 from loosestep.trace.events import Trace
 
 _attached: WeakSet[nn.Module] = WeakSet()
+_HOW = {"plain": "plain", "ddp": "wrapped in DistributedDataParallel", "shards": "sharded"}
 
 
 def attach(
@@ -44,7 +44,8 @@ def attach(
     """Connect a model and its optimizer(s) to their peers. The loop, the model and the optimizer stay as they are.
 
     Every rank calls it with the same model; all start from rank 0's parameters and buffers. `topology` says who is on which
-    node (by default what started the processes knows). `deadline`: seconds without a heartbeat after which a rank is lost.
+    node (by default what started the processes knows). A model that is wrapped in DDP or sharded over exactly the ranks of
+    its node is connected to the other nodes as it is. `deadline`: seconds without a heartbeat after which a rank is lost.
     `hooks=False`: call `run.step()` after `optimizer.step()` yourself, where hooks cannot run.
     """
     if deadline <= 0:
@@ -52,12 +53,12 @@ def attach(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     world = open_world(topology, deadline=deadline)
     try:
-        chosen, replica, hosts = _prepare(world, model, optimizers, strategy, hooks=hooks)
+        chosen, replica, inside, hosts = _prepare(world, model, optimizers, strategy, hooks=hooks)
     except BaseException:
         world.close()
         raise
     world.start_pulse()
-    learner = Learner(model, optimizers, chosen, replica, Trace())
+    learner = Learner(model, optimizers, chosen, replica, Trace(), inside=inside)
     try:
         engine = _engine(world, learner, hosts, key=key, encrypt=encrypt)
     except BaseException as error:
@@ -75,20 +76,21 @@ def _engine(world: World, learner: Learner, hosts: list[str], *, key: str | None
         kind = NodeGossipEngine if strategy.replica == "node" else GossipEngine
         return kind(learner, strategy, world=world, neighbours=hosts.count(hosts[world.rank]), key=key, encrypt=encrypt)
     units = world.topology.flat() if strategy.learner == "rank" else world.topology
-    comm = Collective(world, units, trace=learner.trace, averages_gradients=strategy.averages_gradients)
+    averages = averages_gradients(learner.inside, strategy, world.topology)
+    comm = Collective(world, units, trace=learner.trace, averages_gradients=averages, shards=learner.replica.sharded)
     return CollectiveEngine(learner, world=world, comm=comm)
 
 
 def _prepare(
     world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy | str, *, hooks: bool
-) -> tuple[Strategy, Replica, list[str]]:
+) -> tuple[Strategy, Replica, Inside, list[str]]:
     """Check everything on every rank before anything is sent; a problem on one rank is raised on all of them."""
     problem: Exception | None = None
     report: dict[str, object] = {"problem": None, "host": socket.gethostname()}
-    chosen, replica = None, None
+    chosen, replica, inside = None, None, None
     try:
         chosen = read_strategy(strategy)
-        _check(world, model, optimizers, chosen, hooks=hooks)
+        inside = _check(world, model, optimizers, chosen, hooks=hooks)
         units = world.topology.flat() if chosen.learner == "rank" else world.topology
         replica = Replica(model, multiple=_multiple(chosen, units))
         bad = replica.find_bad()
@@ -96,7 +98,7 @@ def _prepare(
             raise ValueError(
                 f"parameter {bad} contains NaN or Inf on rank {world.rank}; load a sane checkpoint before attaching"
             )
-        report |= {"strategy": str(chosen), "digest": replica.digest()}
+        report |= {"strategy": str(chosen), "digest": replica.digest(), "inside": inside}
         world.store.set(f"layout/{world.rank}", json.dumps(replica.layout()))
     except (ValueError, TypeError, RuntimeError) as error:
         problem = error
@@ -106,6 +108,7 @@ def _prepare(
         raise problem
     assert chosen is not None
     assert replica is not None
+    assert inside is not None
     for rank, other in enumerate(reports):
         if other["problem"] is not None:
             raise RuntimeError(f"rank {rank} could not attach: {other['problem']}")
@@ -114,9 +117,15 @@ def _prepare(
             raise ValueError(
                 f"rank {rank} uses the strategy {other['strategy']}, rank 0 {reports[0]['strategy']}; all ranks need the same"
             )
-        if other["digest"] != reports[0]["digest"]:
-            raise ValueError(_difference(world, rank))
-    return chosen, replica, [str(other["host"]) for other in reports]
+        if other["inside"] != reports[0]["inside"]:
+            raise ValueError(
+                f"the model of rank {rank} is {_HOW[str(other['inside'])]}, that of rank 0 {_HOW[str(reports[0]['inside'])]}; "
+                "wrap or shard it the same way on every node"
+            )
+        first = world.topology.lane(world.topology.local_index(rank))[0] if inside == "shards" else 0
+        if other["digest"] != reports[first]["digest"]:
+            raise ValueError(_difference(world, rank, first))
+    return chosen, replica, inside, [str(other["host"]) for other in reports]
 
 
 def _multiple(strategy: Strategy, units: Topology) -> int:
@@ -124,7 +133,7 @@ def _multiple(strategy: Strategy, units: Topology) -> int:
     return units.lanes if strategy.gossip else units.lanes * len(units.nodes)
 
 
-def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, hooks: bool) -> None:
+def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, hooks: bool) -> Inside:
     """What one rank can see by itself."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the first argument must be a torch.nn.Module, got {type(model).__name__}")
@@ -140,15 +149,9 @@ def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy
         raise ValueError(
             "the model has no parameters that require gradients, so there is nothing to train or to average"
         )
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, which averages gradients over its whole group on every step; attach the "
-            "plain module instead: loosestep averages inside the node itself"
-        )
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError(
-            "the model has DTensor parameters (fully_shard, tensor parallel), which this version cannot exchange; attach a plain module"
-        )
+    mates = world.topology.mates(world.rank)
+    inside = look_inside(model, mates)
+    check_fit(inside, strategy, world.topology, mates)
     complex_ones = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
     if complex_ones:
         raise ValueError(
@@ -167,21 +170,24 @@ def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy
         )
     if isinstance(strategy, ADPSGD):
         strategy.graph(len(world.topology.nodes) if strategy.replica == "node" else world.topology.world)
-        if strategy.lockstep and strategy.replica == "node":
-            raise ValueError("lockstep=True is for tests with replica='rank'; got replica='node'")
-    lockstep = strategy.averages_gradients and world.topology.world > 1
+        check_gossip(model)
+    lockstep = averages_gradients(inside, strategy, world.topology)
     if lockstep and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
         raise ValueError(
             f"LBFGS evaluates the model several times a step, which cannot be averaged by {strategy}; use a strategy with replica='rank'"
         )
     if lockstep and not hooks:
         raise ValueError(f"{strategy} averages gradients in hooks; hooks=False needs a strategy with replica='rank'")
+    return inside
 
 
-def _difference(world: World, rank: int) -> str:
-    """The first place where the model of `rank` differs from rank 0's."""
-    theirs, first = (json.loads(world.store.get(f"layout/{r}")) for r in (rank, 0))
-    for position, (a, b) in enumerate(zip(theirs, first, strict=False)):
+def _difference(world: World, rank: int, first: int) -> str:
+    """The first place where the model of `rank` differs from that of `first`."""
+    theirs, ours = (json.loads(world.store.get(f"layout/{r}")) for r in (rank, first))
+    advice = "build (and shard) the same model everywhere"
+    for position, (a, b) in enumerate(zip(theirs, ours, strict=False)):
         if a != b:
-            return f"the models differ between ranks: entry {position} is '{a}' on rank {rank} and '{b}' on rank 0; build the same model everywhere"
-    return f"the models differ between ranks: {len(theirs)} tensors on rank {rank}, {len(first)} on rank 0; build the same model everywhere"
+            return f"the models differ between ranks: entry {position} is '{a}' on rank {rank} and '{b}' on rank {first}; {advice}"
+    return (
+        f"the models differ between ranks: {len(theirs)} tensors on rank {rank}, {len(ours)} on rank {first}; {advice}"
+    )

@@ -13,7 +13,9 @@ from loosestep.comm.base import Comm, Invitation, Kind, Landed, Offer, Pending, 
 from loosestep.comm.channel import ordered_sum
 from loosestep.comm.world import World
 from loosestep.gradients import GradientAverager
+from loosestep.inside import averages_gradients
 from loosestep.learner import Learner
+from loosestep.shards import is_dtensor, load_localised, local, localise, reshard, sharding_modules
 
 
 @dataclass
@@ -50,13 +52,14 @@ class CollectiveEngine:
         comm.member = self
         align(learner, comm)
         self._strategy.prepare(self.state, self._replica)
-        if self._strategy.averages_gradients and world.topology.world > 1:
+        if averages_gradients(learner.inside, self._strategy, world.topology):
             self.averager = GradientAverager(
                 self._replica.params,
                 comm,
                 multiple=comm.topology.lanes * len(comm.topology.nodes),
                 scope=lambda: self._widest(self._strategy.scope(self.state)),
                 waited=lambda seconds: self.trace.emit("wait", seconds=seconds, reason="gradients"),
+                late=learner.inside != "plain",
             )
 
     @property
@@ -237,7 +240,7 @@ class CollectiveEngine:
             vector=self._replica.snapshot(),
             buffers=self._replica.pack_buffers(),
             form=form,
-            lane=None if lane is None else lane % self._comm.topology.lanes,
+            lane=None if lane is None or self._replica.sharded else lane % self._comm.topology.lanes,
             wire=wire,
             losses=self._learner.losses.take(),
         )
@@ -288,15 +291,18 @@ class CollectiveEngine:
         mates = range(len(standings)) if widest == "world" else self._comm.topology.mates(self._comm.rank)
         if any(standings[rank][0] for rank in mates):
             leader = max(mates, key=lambda rank: (standings[rank][1], -rank))
-            received = self._comm.broadcast_state(self._whole_state(), root=leader, scope=widest)
-            if leader != self._comm.rank:
+            mine = self._whole_state()
+            received = self._comm.broadcast_state(mine, root=leader, scope=widest)
+            if received is not mine:
                 self._take_over(received)
         self._comm.missed = "rank"
 
     def _average_optimizers(self) -> None:
         moments = self._learner.state_tensors()
         size = sum(moment.numel() for moment in moments)
-        if len({tuple(row) for row in self._comm.census(len(moments), size)}) > 1 or not moments:
+        rows, units = self._comm.census(len(moments), size), self._comm.topology
+        lanes = [units.lane(k) for k in range(units.lanes)] if self._replica.sharded else [range(units.world)]
+        if any(rows[rank] != rows[lane[0]] for lane in lanes for rank in lane) or rows[0][0] == 0:
             return  # replicas that use different parameters hold different moments: they stay local
         multiple = self._comm.topology.lanes * len(self._comm.topology.nodes)
         wide = torch.float64 if any(moment.dtype == torch.float64 for moment in moments) else torch.float32
@@ -309,29 +315,40 @@ class CollectiveEngine:
     def _whole_state(self) -> dict[str, Any]:
         return {
             "vector": self._replica.snapshot(keep=False),
-            "optimizers": [optimizer.state_dict() for optimizer in self._learner.optimizers],
+            "optimizers": [localise(optimizer.state_dict()) for optimizer in self._learner.optimizers],
             "state": self.state,
         }
 
     def _take_over(self, whole: dict[str, Any]) -> None:
         self._replica.assign(whole["vector"])
         for optimizer, state in zip(self._learner.optimizers, whole["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+            load_localised(optimizer, state)
         self._learner.state = whole["state"]
         self._comm.step = self.state["step"]
 
     def _widest(self, scope: Scope) -> Scope:
-        """A scope in which this rank is alone needs no communication."""
-        if scope == "node" and len(self._comm.topology.mates(self._comm.rank)) == 1:
+        """A scope in which this rank is alone needs no communication, nor one that something else looks after."""
+        alone = len(self._comm.topology.mates(self._comm.rank)) == 1
+        if scope == "node" and (alone or self._learner.inside != "plain"):
             return "rank"
         return scope
 
 
 def align(learner: Learner, comm: Comm) -> None:
-    """All replicas start from rank 0's parameters and buffers, frozen ones included."""
-    tensors = [*learner.model.parameters(), *learner.replica.floating, *learner.replica.counting]
-    received = comm.broadcast_state({"tensors": tensors}, root=0)
-    with torch.no_grad():
-        for mine, first in zip(tensors, received["tensors"], strict=True):
-            if mine is not first:
-                mine.copy_(first)
+    """All replicas start from rank 0's parameters and buffers, frozen ones included; shards from those of its node."""
+    reshard(sharding_modules(learner.model))
+    params = list(learner.model.parameters())
+    whole = [*(p for p in params if not is_dtensor(p)), *learner.replica.floating, *learner.replica.counting]
+    shards = [local(param) for param in params if is_dtensor(param)]
+    if shards:
+        head = comm.topology.mates(comm.rank)[0]
+        _take_over(whole, comm.broadcast_state({"tensors": whole}, root=head, scope="node")["tensors"])
+    mine = [*whole, *shards]
+    _take_over(mine, comm.broadcast_state({"tensors": mine}, root=0)["tensors"])
+
+
+@torch.no_grad()
+def _take_over(mine: Vector, theirs: Vector) -> None:
+    for tensor, other in zip(mine, theirs, strict=True):
+        if tensor is not other:
+            tensor.copy_(other)

@@ -2,7 +2,7 @@
 
 A learner is a rank, or a node whose ranks average gradients among themselves: then local rank k owns shard k of the
 model, gossips about it with local rank k of the other nodes, and the shards are gathered inside the node at the step
-boundary. A rank of another node that dies costs its own edges only; a rank of the same node ends its node.
+boundary. Of a model that is sharded already each rank gossips about what it holds, and nothing is gathered. A rank of another node that dies costs its own edges only; a rank of the same node ends its node.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from loosestep.comm.world import World
 from loosestep.exchanges import align
 from loosestep.gradients import GradientAverager
 from loosestep.learner import Learner
+from loosestep.replica import Replica
+from loosestep.shards import copies, is_dtensor, local, reshard, sharding_modules
 from loosestep.strategies.adpsgd import ADPSGD
 
 log = logging.getLogger("loosestep")
@@ -78,15 +80,18 @@ class GossipEngine:
         )
 
     def _tensors(self) -> Vector:
-        return [*(p.data for p in self._learner.replica.params), *self._extras]
+        return [*(local(p).data for p in self._learner.replica.params), *self._extras]
 
     # The strategy's side (`Gossiping`) --------------------------------------------------------------------------------
 
     def fold(self) -> None:
         """y <- y + u; x <- y"""
+        self._land(force=bool(self._learner.replica.floating))
+
+    def _land(self, *, force: bool) -> None:
         assert self._mailbox is not None
         before = [buffer.clone() for buffer in self._learner.replica.floating]
-        self._report(self._mailbox.boundary(self._tensors(), force=bool(before)))
+        self._report(self._mailbox.boundary(self._tensors(), force=force))
         self._keep_positive(before)
 
     def due(self) -> int:
@@ -110,19 +115,16 @@ class GossipEngine:
     def mix(self, round_number: int) -> None:
         """One round of exactly the mixing matrix."""
         self.fold()
-        assert self._mailbox is not None
-        row = self._graph.round(self._me, round_number, self._alive())
-        start = self.trace.clock()
-        if row:
+        row = self._graph.round(self._me, round_number, self._alive()) if self._mailbox is not None else {}
+        start, steps = self.trace.clock(), 0 if self._mailbox is None else self._mailbox.steps
+        if row and self._mailbox is not None:
             self.trace.emit("start", exchange=round_number, step=self._learner.state["step"])
             weights = {self._members[peer]: weight for peer, weight in row.items()}
             self._mailbox.lockstep_round(round_number, weights, timeout=self._world.deadline)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="lockstep")
-        before = [buffer.clone() for buffer in self._learner.replica.floating]
-        steps = self._mailbox.steps
-        self._report(self._mailbox.boundary(self._tensors(), force=True))
-        self._mailbox.steps = steps  # folding the round is not another step
-        self._keep_positive(before)
+        self._land(force=True)
+        if self._mailbox is not None:
+            self._mailbox.steps = steps  # folding the round is not another step
 
     def wait_for(self, age: int) -> None:
         """Wait for own exchanges that were begun `age` or more steps ago, as long as their peer is there."""
@@ -253,23 +255,25 @@ class NodeGossipEngine(GossipEngine):
     """The ranks of a node are one learner: synchronous inside, gossip outside, shard by shard."""
 
     def _open_mailbox(self, key: str | None, encrypt: bool) -> None:
-        world = self._world
-        comm = Collective(world, world.topology.flat(), trace=self.trace, averages_gradients=False)
+        world, sharded = self._world, self._learner.replica.sharded
+        units = world.topology if sharded else world.topology.flat()
+        comm = Collective(world, units, trace=self.trace, averages_gradients=False, shards=sharded)
         align(self._learner, comm)
-        self._me, local = self._node, world.topology.local_index(world.rank)
-        self._shard, self._lanes = local, world.topology.lanes
+        self._me, index = self._node, world.topology.local_index(world.rank)
+        self._shard, self._lanes = index, world.topology.lanes
+        self._divide(sharded)
         size = sum(extra.numel() for extra in self._extras)
         self._extra = torch.zeros(max(-(-size // self._lanes), 1) * self._lanes)
-        self._members = list(world.topology.lane(min(local, self._lanes - 1)))
+        self._members = list(world.topology.lane(min(index, self._lanes - 1)))
         self._mailbox = None
-        if local < self._lanes:
-            self._mailbox = self._make_mailbox(self._shards(self._vector()), self._members, key, encrypt)
+        if index < self._lanes:
+            self._mailbox = self._make_mailbox(self._pieces(self._vector()), self._members, key, encrypt)
         self._inner = world.inside_node()
         self._comm = Collective(
             self._inner, self._inner.topology, trace=self.trace, averages_gradients=True, lanes=self._lanes
         )
         self._comm.member = self
-        if self._mates > 1:
+        if self._mates > 1 and self._learner.inside == "plain":
             self.averager = GradientAverager(
                 self._learner.replica.params,
                 self._comm,
@@ -284,36 +288,55 @@ class NodeGossipEngine(GossipEngine):
     def _mates(self) -> int:
         return len(self._world.topology.mates(self._world.rank))
 
+    def _divide(self, sharded: bool) -> None:
+        """What this rank alone holds (`_owned`) and what all ranks of the node hold, which is split among them."""
+        learner = self._learner
+        self._owned = [tensor for tensor in (*learner.replica.params, *self._extras) if _is_owned(tensor)]
+        self._extras = [local(extra) for extra in self._extras if not _is_owned(extra)]
+        self._common = learner.replica
+        if sharded:
+            self._common = Replica(learner.model, multiple=self._lanes, keep=lambda param: not _is_owned(param))
+        self._splits = not self._owned or bool(self._common.params or self._extras)
+        self._sharding = sharding_modules(learner.model)
+
     def _vector(self) -> Vector:
-        """The whole model as flat vectors, statistics and momentum last."""
+        """What all ranks of the node hold, as flat vectors, statistics and momentum last."""
         if self._extras:
             packed = torch.cat([extra.detach().reshape(-1).to("cpu", torch.float32) for extra in self._extras])
             self._extra[: packed.numel()] = packed
-        return [*self._learner.replica.snapshot(), self._extra]
+        return [*self._common.snapshot(), self._extra]
 
-    def _shards(self, vector: Vector) -> Vector:
-        return [flat.view(self._lanes, -1)[self._shard] for flat in vector]
+    def _pieces(self, vector: Vector) -> Vector:
+        """What this rank gossips about: its shards, where they are, and its pieces of the vector."""
+        reshard(self._sharding)
+        return [*map(local, self._owned), *(flat.view(self._lanes, -1)[self._shard] for flat in vector)]
+
+    def _share(self, vector: Vector) -> None:
+        """Every rank's pieces of the vector, on every rank of the node."""
+        if self._splits:
+            self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
 
     def _adopt(self, vector: Vector) -> None:
-        self._learner.replica.assign(vector[:-1])
+        self._common.assign(vector[:-1])
         if self._extras:
             _write(self._extras, vector[-1])
 
     def fold(self) -> None:
         """y <- y + u; x <- y for the own shard, then all shards of the node."""
-        self._comm.invite()
-        self._gather_shards()
+        if self._splits:
+            self._comm.invite()
+        self._land(force=self._splits)
 
-    def _gather_shards(self) -> None:
+    def _land(self, *, force: bool) -> None:
         before = [buffer.clone() for buffer in self._learner.replica.floating]
         vector = self._vector()
         if len(self._comm.present) < self._mates:  # somebody did not make this step: its shard comes from one who did
             leader = self._comm.present[0]
             vector = self._comm.broadcast_state({"vector": vector}, root=leader)["vector"]
         if self._mailbox is not None:
-            self._report(self._mailbox.boundary(self._shards(vector), force=True))
+            self._report(self._mailbox.boundary(self._pieces(vector), force=force))
         start = self.trace.clock()
-        self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
+        self._share(vector)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="node")
         self._adopt(vector)
         self._keep_positive(before)
@@ -337,13 +360,19 @@ class NodeGossipEngine(GossipEngine):
         return self._swap_in()
 
     def _swap_in(self) -> Callable[[], None]:
-        stash = [flat.clone() for flat in self._vector()]
+        stash, held = [flat.clone() for flat in self._vector()], [local(tensor).clone() for tensor in self._owned]
         mean = [flat.clone() for flat in stash]
         if self._mailbox is not None:
-            _write(self._shards(mean), torch.from_numpy(self._mailbox.consensus(timeout=self._world.deadline)))
-        self._comm.average(Offer(vector=mean, buffers=torch.empty(0), form="mean"))
+            _write(self._pieces(mean), torch.from_numpy(self._mailbox.consensus(timeout=self._world.deadline)))
+        self._share(mean)
         self._adopt(mean)
-        return lambda: self._adopt(stash)
+
+        def restore() -> None:
+            self._adopt(stash)
+            for tensor, old in zip(self._owned, held, strict=True):
+                local(tensor).copy_(old)
+
+        return restore
 
     def finish(self) -> None:
         """First the ranks of the node meet, then the nodes."""
@@ -351,8 +380,8 @@ class NodeGossipEngine(GossipEngine):
         self._take_the_newest()
         vector = self._vector()
         if self._mailbox is not None:
-            self._mailbox.finish(self._shards(vector))
-        self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
+            self._mailbox.finish(self._pieces(vector))
+        self._share(vector)
         self._adopt(vector)
         self._comm.close()
         self._end()
@@ -371,7 +400,7 @@ class NodeGossipEngine(GossipEngine):
     def join(self, invitation: Invitation) -> None:
         """Take part in what the node's other ranks do while this one waits."""
         if invitation.kind is Kind.EXCHANGE:
-            self._gather_shards()
+            self._land(force=True)
         else:
             self._swap_in()()
 
@@ -384,6 +413,11 @@ class NodeGossipEngine(GossipEngine):
         if self._mailbox is None:
             return self._last[1] if self._last else int(self._learner.state["step"]) * self._world.topology.world
         return self._mailbox.global_steps * self._world.topology.world // len(self._world.topology.nodes)
+
+
+def _is_owned(tensor: torch.Tensor) -> bool:
+    """Whether no other rank of the node holds this rank's part of a tensor."""
+    return is_dtensor(tensor) and copies(tensor) == 1
 
 
 def momentum(learner: Learner) -> list[torch.Tensor]:

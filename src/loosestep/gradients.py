@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from loosestep.comm.base import Comm, Pending, Scope
 from loosestep.comm.channel import ordered_sum
+from loosestep.shards import local
 
 LEAST, MOST = 1 << 18, 25 << 20  # bytes in a bucket
 
@@ -27,7 +28,7 @@ class Bucket:
 
     def __init__(self, params: Sequence[nn.Parameter], multiple: int) -> None:
         self.params = list(params)
-        self.sizes = [param.numel() for param in params]
+        self.sizes = [local(param).numel() for param in params]
         self.padding = -(sum(self.sizes) + len(params)) % multiple
         self.padded = sum(self.sizes) + len(params) + self.padding
         self.ready: set[int] = set()
@@ -50,7 +51,7 @@ class Bucket:
         views: list[torch.Tensor] | None = self._views.get(flat)
         if views is None:
             *pieces, flags, _ = flat.split([*self.sizes, len(self.params), self.padding])
-            views = [*(piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)), flags]
+            views = [*(piece.view(local(param).shape) for piece, param in zip(pieces, self.params, strict=True)), flags]
             self._views[flat] = views
         return views
 
@@ -61,7 +62,7 @@ class Bucket:
         gradients = [param.grad for param in self.params]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
-        dense = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        dense = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
         flags.copy_(torch.tensor([gradient is not None for gradient in gradients]))
         if self.params[0].device.type == "cpu":
             torch._foreach_copy_(views, dense)
@@ -79,14 +80,18 @@ class Bucket:
                 continue
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-            if len(views) == 2 and param.grad.dtype in (torch.float32, torch.float64):
-                torch.add(views[0], views[1], out=param.grad).div_(divisor)
+            gradient = local(param.grad)
+            if len(views) == 2 and gradient.dtype in (torch.float32, torch.float64):
+                torch.add(views[0], views[1], out=gradient).div_(divisor)
             else:
-                param.grad.copy_(ordered_sum(views).div_(divisor))
+                gradient.copy_(ordered_sum(views).div_(divisor))
 
 
 class GradientAverager:
-    """Hooks on the parameters of a model; `scope()` says, at the start of each backward, over whom to average."""
+    """Hooks on the parameters of a model; `scope()` says, at the start of each backward, over whom to average.
+
+    `late`: something else averages inside the node during backward, so everything is sent at the end, after it.
+    """
 
     def __init__(
         self,
@@ -96,8 +101,9 @@ class GradientAverager:
         multiple: int,
         scope: Callable[[], Scope],
         waited: Callable[[float], None],
+        late: bool = False,
     ) -> None:
-        self._comm, self._scope, self._waited = comm, scope, waited
+        self._comm, self._scope, self._waited, self._late = comm, scope, waited, late
         self._buckets = make_buckets(params, multiple)
         self._home = {id(param): bucket for bucket in self._buckets for param in bucket.params}
         self._paused = 0
@@ -130,7 +136,7 @@ class GradientAverager:
             return
         if self._open is None:
             self._begin()
-        if self._open == "rank":
+        if self._open == "rank" or self._late:
             return
         bucket = self._home[id(param)]
         if bucket.sent is not None:
@@ -143,7 +149,9 @@ class GradientAverager:
 
     def _begin(self) -> None:
         self._open = self._scope()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        # A callback that is queued by a callback comes after those of DDP and fully_shard.
+        at_end = torch.autograd.Variable._execution_engine.queue_callback
+        at_end((lambda: at_end(self._end)) if self._late else self._end)
         if self._open != "rank":
             self._comm.open_round(self._open, self._checksum)
 

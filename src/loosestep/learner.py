@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from loosestep.inside import Inside
 from loosestep.replica import Replica
+from loosestep.shards import local
 from loosestep.strategies.base import State, Strategy
 from loosestep.trace.events import Trace
 
@@ -46,14 +48,15 @@ class Learner:
     trace: Trace
     state: State = field(default_factory=dict)
     losses: Losses = field(default_factory=Losses)
+    inside: Inside = "plain"
 
     def __post_init__(self) -> None:
         self.state = self.strategy.begin()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Every floating tensor of the optimizers' state, in a fixed order."""
+        """Every floating tensor of the optimizers' state, as far as this rank holds it, in a fixed order."""
         return [
-            value
+            local(value)
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for param in group["params"]

@@ -4,20 +4,21 @@
     assign:  x <- mean
     blend:   x <- (2 S x + P mean) / (2 S + P)    the published DASO merge, S steps after the snapshot
 
-Parameters stay where they are; the flat vector is a copy in logical order, one tensor per dtype, padded so that it
+Of a sharded model a replica is what this rank holds. Parameters stay where they are; the flat vector is a copy in logical order, one tensor per dtype, padded so that it
 divides evenly among lanes and replicas.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from loosestep.comm.base import Vector
+from loosestep.shards import describe, is_dtensor, local, reshard, sharding_modules
 
 
 @dataclass(frozen=True)
@@ -25,42 +26,52 @@ class Segment:
     """The parameters of one dtype, side by side."""
 
     dtype: torch.dtype
-    params: list[torch.Tensor]
+    params: list[nn.Parameter]
     sizes: list[int]
     padded: int
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What this rank holds of the parameters."""
+        return [local(param) for param in self.params]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """`flat` cut into tensors of the parameters' shapes, where the parameters are."""
         pieces = flat[: sum(self.sizes)].to(self.params[0].device).split(self.sizes)
-        return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)]
 
     def pack(self, flat: torch.Tensor) -> None:
         """Copy the parameters into `flat`; from an accelerator in one transfer."""
         if self.params[0].device.type == "cpu":
-            torch._foreach_copy_(self.views(flat), self.params)
+            torch._foreach_copy_(self.views(flat), self.tensors)
         else:
-            flat[: sum(self.sizes)].copy_(torch.cat([param.detach().reshape(-1) for param in self.params]))
+            flat[: sum(self.sizes)].copy_(torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors]))
 
 
 class Replica:
-    """The trainable parameters and floating buffers of a model. `multiple`: what the padded length must divide by."""
+    """The trainable parameters and floating buffers of a model. `multiple`: what the padded length must divide by.
+    `keep`: which parameters take part, all by default."""
 
-    def __init__(self, model: nn.Module, *, multiple: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, *, multiple: int = 1, keep: Callable[[nn.Parameter], bool] = lambda param: True
+    ) -> None:
         self.names = {id(param): name for name, param in model.named_parameters()}  # tied parameters appear once
-        trainable = [param for param in model.parameters() if param.requires_grad]
+        trainable = [param for param in model.parameters() if param.requires_grad and keep(param)]
         self.frozen = [param for param in model.parameters() if not param.requires_grad]
         self.params: list[nn.Parameter] = trainable
         self.segments = [
             self._segment(dtype, [p for p in trainable if p.dtype == dtype], multiple)
             for dtype in dict.fromkeys(p.dtype for p in trainable)
         ]
-        self.floating = [b for b in persistent_buffers(model) if b.is_floating_point()]
-        self.counting = [b for b in persistent_buffers(model) if not b.is_floating_point()]
+        self.floating = [local(b) for b in persistent_buffers(model) if b.is_floating_point()]
+        self.counting = [local(b) for b in persistent_buffers(model) if not b.is_floating_point()]
+        self.sharded = any(is_dtensor(param) for param in model.parameters())
+        self._sharding = sharding_modules(model)
         self._flat: Vector | None = None
 
     @staticmethod
     def _segment(dtype: torch.dtype, params: list[nn.Parameter], multiple: int) -> Segment:
-        sizes = [param.numel() for param in params]
+        sizes = [local(param).numel() for param in params]
         return Segment(dtype, list(params), sizes, padded=max(-(-sum(sizes) // multiple), 1) * multiple)
 
     def snapshot(self, *, keep: bool = True) -> Vector:
@@ -77,22 +88,25 @@ class Replica:
     @torch.no_grad()
     def fold(self, delta: Vector) -> None:
         """x <- x + delta"""
+        reshard(self._sharding)
         for segment, flat in zip(self.segments, delta, strict=True):
-            torch._foreach_add_(segment.params, segment.views(flat))
+            torch._foreach_add_(segment.tensors, segment.views(flat))
 
     @torch.no_grad()
     def assign(self, mean: Vector) -> None:
         """x <- mean"""
+        reshard(self._sharding)
         for segment, flat in zip(self.segments, mean, strict=True):
-            torch._foreach_copy_(segment.params, segment.views(flat))
+            torch._foreach_copy_(segment.tensors, segment.views(flat))
 
     @torch.no_grad()
     def blend(self, mean: Vector, *, waited: int, replicas: int) -> None:
         """x <- (2 S x + P mean) / (2 S + P)"""
         total = 2 * waited + replicas
+        reshard(self._sharding)
         for segment, flat in zip(self.segments, mean, strict=True):
-            torch._foreach_mul_(segment.params, 2 * waited / total)
-            torch._foreach_add_(segment.params, segment.views(flat), alpha=replicas / total)
+            torch._foreach_mul_(segment.tensors, 2 * waited / total)
+            torch._foreach_add_(segment.tensors, segment.views(flat), alpha=replicas / total)
 
     def pack_buffers(self) -> torch.Tensor:
         """The floating buffers (BatchNorm statistics) as one vector."""
@@ -109,13 +123,15 @@ class Replica:
 
     def find_bad(self) -> str | None:
         """The name of the first parameter that holds NaN or Inf."""
-        return next((self.names[id(p)] for p in self.params if not bool(p.isfinite().all())), None)
+        return next((self.names[id(p)] for p in self.params if not bool(local(p).isfinite().all())), None)
 
     def layout(self) -> list[str]:
-        """What must be the same on every rank, in order: name, shape, dtype, whether it trains."""
-        return [f"{self.names[id(p)]}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}" for p in self.params] + [
-            f"buffer {tuple(b.shape)} {b.dtype}" for b in (*self.floating, *self.counting)
-        ]
+        """What must be the same on every rank (of a lane, for shards), in order: name, shape, dtype, how it is cut."""
+        return [
+            f"{self.names[id(p)]}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+            + (f", {describe(p)}" if is_dtensor(p) else "")
+            for p in self.params
+        ] + [f"buffer {tuple(b.shape)} {b.dtype}" for b in (*self.floating, *self.counting)]
 
     def digest(self) -> str:
         """A fingerprint of the layout."""

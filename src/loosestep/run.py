@@ -7,7 +7,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from loosestep.comm.base import CommError, LostPeer
 from loosestep.comm.world import World
 from loosestep.engine import Engine
+from loosestep.inside import hold_sync
 from loosestep.learner import Learner
 
 VERSION = 1
@@ -43,10 +44,12 @@ class Run:
         """Feed the schedule and the metrics with a training loss. Costs no synchronisation."""
         self._learner.losses.add(loss)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging; the next backward outside averages the sum."""
         averager = self._engine.averager
-        return averager.no_sync() if averager is not None else nullcontext()
+        with averager.no_sync() if averager is not None else nullcontext(), hold_sync(self.model):
+            yield
 
     def step(self) -> None:
         """The step boundary, for `hooks=False`: call it after `optimizer.step()`."""

@@ -77,9 +77,17 @@ class Collective:
     """The `Comm` of AllReduce, LocalSGD, DASO and DelayByOne."""
 
     def __init__(
-        self, world: World, topology: Topology, *, trace: Trace, averages_gradients: bool, lanes: int | None = None
+        self,
+        world: World,
+        topology: Topology,
+        *,
+        trace: Trace,
+        averages_gradients: bool,
+        lanes: int | None = None,
+        shards: bool = False,
     ) -> None:
         self.rank, self.topology = world.rank, topology
+        self._shards = shards  # every rank of a node holds another part of the model: lanes have nothing to share
         self.member: Member | None = None
         self.step = 0  # the run keeps it current
         self.missed: Scope = "rank"  # the widest scope whose gradients were averaged without us since we last met
@@ -196,7 +204,9 @@ class Collective:
             for piece in wire.split(PIECE):
                 piece.copy_(ordered_sum(self._x.node.gather(piece).unbind(0)).div_(self._x.node.size))
         spread = 0.0
-        if offer.lane is None:
+        if self._shards:
+            spread = self._average_lane(wire, _lane_of(self._x), delta=delta)
+        elif offer.lane is None:
             shards = wire.view(self._x.lanes, -1)
             mine = shards[min(index, self._x.lanes - 1)]
             if self._x.lane is not None:
@@ -325,6 +335,9 @@ class Collective:
         if scope == "node" or len(self.topology.nodes) == 1:
             node.total(flat, lanes)
             flat.div_(self._contributors)
+        elif self._shards:
+            lane = _lane_of(self._channels)
+            flat.copy_(lane.mean(flat, None, len(set(self.present) & set(lane.ranks))))
         else:
             part = node.part(flat, lanes).to(flat.dtype) if node.size > 1 else flat
             if lane is not None:
@@ -339,8 +352,12 @@ class Collective:
     # State, life and death --------------------------------------------------------------------------------------------
 
     def broadcast_state(self, state: dict[str, Any], root: int, scope: Scope = "world") -> dict[str, Any]:
-        """The nested plain state of rank `root`, tensors included, on every rank of the scope."""
+        """The nested plain state of rank `root`, tensors included, on every rank of the scope; of shards, that of the
+        same local rank on the node of `root`."""
         channel = self._x.node if scope == "node" else self._x.world
+        if self._shards and scope == "world":
+            channel = _lane_of(self._x)
+            root = channel.ranks[self.topology.node_of(root)]
         return self._exchanges.run(lambda: _broadcast(channel, state, channel.ranks.index(root)))
 
     def close(self) -> None:
@@ -367,6 +384,12 @@ class Collective:
         sent, between = channels.traffic()
         if sent:
             self._trace.emit("sent", bytes=sent, between_nodes=between)
+
+
+def _lane_of(channels: Channels) -> Channel:
+    """Sharded nodes are equally large: every rank has a lane."""
+    assert channels.lane is not None
+    return channels.lane
 
 
 def _broadcast(channel: Channel, state: dict[str, Any], root: int) -> dict[str, Any]:

@@ -78,6 +78,11 @@ class Strategy:
         """Whether gradients are ever averaged during backward."""
         return self.learner != "rank"
 
+    @property
+    def spans_world(self) -> bool:
+        """Whether the gradients of all ranks are ever averaged during backward."""
+        return self.learner == "world"
+
     def begin(self) -> State:
         """The state before the first step."""
         return {"step": 0, "exchanges": 0}

@@ -90,6 +90,11 @@ class DASO(Strategy):
         """A node is one learner."""
         return "node"
 
+    @property
+    def spans_world(self) -> bool:
+        """In a warm-up or cool-down of gradients."""
+        return self.ramp == "gradients" and self.warmup + self.cooldown > 0
+
     def begin(self) -> State:
         """Before the first step: the longest period, no loss seen."""
         return {

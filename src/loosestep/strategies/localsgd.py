@@ -48,6 +48,11 @@ class LocalSGD(Strategy):
         """Before `start`, and inside nodes."""
         return self.start > 0 or self.replica == "node"
 
+    @property
+    def spans_world(self) -> bool:
+        """Before `start`."""
+        return self.start > 0
+
     def scope(self, state: State) -> Scope:
         """World before `start`; then the node, unless its ranks are on their own between local averages."""
         if state["step"] < self.start:

@@ -1,0 +1,193 @@
+"""Models that are wrapped or sharded inside their node: DDP, FSDP2, tensor parallel. Two nodes of two ranks."""
+
+import pytest
+import torch
+from pool import errors, ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+import loosestep
+from loosestep import Topology
+
+GRID = Topology([[0, 1], [2, 3]])
+MESHES: dict[str, DeviceMesh] = {}  # of this process: making groups takes time
+
+
+def mesh() -> DeviceMesh:
+    if "node" not in MESHES:
+        MESHES["node"] = loosestep.node_mesh(topology=GRID)
+    return MESHES["node"]
+
+
+class Net(nn.Module):
+    """5 rows over 2 ranks are 3 and 2; one row leaves a rank with nothing."""
+
+    def __init__(self, *, width: int = 5, norm: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(3, width), nn.Linear(width, 4), nn.Linear(4, 1)
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.second(torch.relu(self.norm(self.first(x * self.frozen))))))
+
+
+def build(inside: str, *, seed: int = 0, width: int = 5, norm: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Net(width=width, norm=norm)
+    if inside == "ddp":
+        return DistributedDataParallel(model, process_group=mesh().get_group())
+    if inside in ("fsdp", "offload"):
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+        offload = CPUOffloadPolicy(pin_memory=False) if inside == "offload" else OffloadPolicy()
+        fully_shard(model.first, mesh=mesh(), offload_policy=offload)
+        fully_shard(model, mesh=mesh(), offload_policy=offload)
+    if inside == "tensor":
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        parallelize_module(model, mesh(), {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    return model
+
+
+def whole(model: nn.Module) -> torch.Tensor:
+    """All trainable parameters, gathered."""
+    from loosestep.shards import is_dtensor
+
+    params = [p.detach() for p in model.parameters() if p.requires_grad]
+    return torch.cat([(p.full_tensor() if is_dtensor(p) else p).flatten() for p in params])
+
+
+def batch(rank: int, step: int, inside: str) -> torch.Tensor:
+    """Each rank its own data; under tensor parallelism a node has one stream, of both its ranks' data."""
+    if inside == "tensor":
+        head = rank // 2 * 2
+        return torch.cat([batch(r, step, "") for r in (head, head + 1)])
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def train(model, optimizer, rank, step, inside):
+    optimizer.zero_grad()
+    (model(batch(rank, step, inside)) - 1).square().mean().backward()
+    optimizer.step()
+
+
+def trajectory(rank: int, inside: str, spec: str, steps: int = 12, adam: bool = False, width: int = 5):
+    model = build(inside, seed=GRID.node_of(rank), width=width)  # all start as node 0
+    make = torch.optim.Adam if adam else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=0.05, **({} if adam else {"momentum": 0.9}))
+    seen = []
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+        start = whole(model)
+        for step in range(steps):
+            train(model, optimizer, rank, step, inside)
+            seen.append(whole(model))
+            if step == steps // 2:
+                with run.consensus():
+                    inside_consensus = whole(model)
+                    with torch.no_grad():
+                        model(batch(rank, step, inside))  # fully_shard keeps what it gathered for this
+        stats = run.stats
+    return {"start": start, "seen": seen, "consensus": inside_consensus, "end": whole(model), "stats": stats}
+
+
+RAMPED = "daso:period=2,delay=1,warmup=3,cooldown=4,total=12"
+LOCKSTEP = "adpsgd:replica=node,lockstep=true"
+CASES = [
+    ("fsdp", "daso:period=3,delay=1", False),
+    ("fsdp", RAMPED, True),
+    ("fsdp", "daso-paper:period=4", False),
+    ("fsdp", "allreduce", False),
+    ("fsdp", LOCKSTEP, False),
+    ("offload", RAMPED, True),
+    ("ddp", "daso:period=3,delay=1", False),
+    ("ddp", RAMPED, True),
+    ("ddp", LOCKSTEP, False),
+    ("tensor", RAMPED, True),  # torch itself cannot cut 5 columns in two here
+    ("tensor", LOCKSTEP, False),
+]
+PLAIN: dict[tuple[str, bool, int], list[dict]] = {}
+
+
+def plain(spec: str, adam: bool, width: int) -> list[dict]:
+    key = spec, adam, width
+    if key not in PLAIN:
+        PLAIN[key] = ranks(4, trajectory, inside="plain", spec=spec, adam=adam, width=width)
+    return PLAIN[key]
+
+
+@pytest.mark.parametrize(("inside", "spec", "adam"), CASES)
+def test_a_wrapped_model_takes_the_same_way_as_the_plain_one(inside, spec, adam):
+    width = 6 if inside == "tensor" else 5
+    expected = plain(spec, adam, width)
+    results = ranks(4, trajectory, inside=inside, spec=spec, adam=adam, width=width)
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one["start"], expected[0]["start"], rtol=0, atol=0)
+        for step, (a, b) in enumerate(zip(one["seen"], other["seen"], strict=True)):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, s=step: f"step {s}: {text}")
+        torch.testing.assert_close(one["consensus"], other["consensus"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one["end"], expected[0]["end"], rtol=1e-4, atol=1e-5)
+        assert one["stats"]["exchanges"] == other["stats"]["exchanges"]
+        assert one["stats"]["steps"] == 12
+
+
+# What cannot be connected is refused, on every rank, with what to do --------------------------------------------------
+
+
+def refused(rank: int, case: str):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    model, strategy, topology = Net(), "daso", GRID
+    if case == "ddp over the world":
+        model = DistributedDataParallel(model)
+    elif case == "ddp of a part":
+        model.first = DistributedDataParallel(model.first, process_group=mesh().get_group())
+    elif case == "fsdp over the world":
+        fully_shard(model)
+    elif case == "fsdp of a part":
+        fully_shard(model.first, mesh=mesh())
+    elif case == "part of the node":
+        topology = Topology([[0, 1, 2, 3]])
+        fully_shard(model, mesh=mesh())
+    elif case == "ranks":
+        fully_shard(model, mesh=mesh())
+        strategy = "adpsgd"
+    elif case == "local period":
+        model = build("ddp")
+        strategy = "localsgd:replica=node,local_period=2"
+    elif case == "another sharding":
+        place = (lambda param: Shard(param.dim() - 1)) if rank > 1 else (lambda param: Shard(0))
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=mesh(), shard_placement_fn=place)
+    elif case == "one node sharded" and rank > 1:
+        fully_shard(model, mesh=mesh())
+    elif case == "flat parameters":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        model = FullyShardedDataParallel(
+            nn.Linear(3, 2), process_group=mesh().get_group(), device_id=torch.device("cpu")
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loosestep.attach(model, optimizer, strategy, topology=topology, deadline=10)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("ddp over the world", "over ranks 0-3, which averages gradients among all of them on every step"),
+        ("ddp of a part", "parameter second.weight trains outside of DistributedDataParallel"),
+        ("fsdp over the world", "is a DTensor over ranks 0-3, which are not all on this node"),
+        ("fsdp of a part", "trains outside of fully_shard"),
+        ("part of the node", "but the node has ranks 0-3 and nobody averages between them"),
+        ("ranks", "so a node is one learner, but adpsgd takes every rank for one; use replica='node', or DASO"),
+        ("local period", "local_period must be 1, got localsgd:local_period=2,replica=node"),
+        ("another sharding", "Shard(dim=1) over (2,) ranks, at (0,): (4, 2)' on rank 2 and"),
+        ("one node sharded", "the model of rank 2 is sharded, that of rank 0 plain"),
+        ("flat parameters", "shard it with torch.distributed.fsdp.fully_shard(model, mesh=loosestep.node_mesh())"),
+    ],
+)
+def test_what_cannot_be_connected_is_refused_on_every_rank(case, message):
+    for seen in errors(4, refused, case=case):
+        assert message in seen
