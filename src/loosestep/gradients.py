@@ -170,7 +170,7 @@ class GradientAverager:
         """A checksum of the first gradients of the first rounds, to notice ranks that see the same data."""
         if self._rounds >= 4:
             return 0.0
-        dense = [p.grad for p in bucket.params if p.grad is not None and not p.grad.is_sparse]
+        dense = [local(p.grad) for p in bucket.params if p.grad is not None and not p.grad.is_sparse]
         return sum(float(gradient.sum(dtype=torch.float64)) for gradient in dense)
 
     def _end(self) -> None:
