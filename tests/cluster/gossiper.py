@@ -63,7 +63,8 @@ while not stop.is_set() and steps < arguments.steps and time.monotonic() - begun
     last = now
     if steps >= 10 and not announced:
         announced = True
-        say(ready=True)
+        address = run._engine._mailbox._courier.transport.address
+        say(ready=True, address=address, run_id=run._world.prefix, layout=run._learner.replica.digest())
     if steps % 5 == 0:
         say(at=now, step=steps)
 stats = run.stats

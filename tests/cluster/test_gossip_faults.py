@@ -8,16 +8,19 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import zmq
 
 from loosestep import launch
+from loosestep.comm.wire import HEADER_BYTES, Header, Kind, Wire
 
 SCRIPT = str(Path(__file__).parent / "gossiper.py")
 log = logging.getLogger(__name__)
 
 
-def start(*arguments: str, world: int = 8) -> launch.Job:
-    return launch.start([sys.executable, "-W", "error", SCRIPT, *arguments], nodes=world, ranks_per_node=1)
+def start(*arguments: str, world: int = 8, env: dict[str, str] | None = None) -> launch.Job:
+    return launch.start([sys.executable, "-W", "error", SCRIPT, *arguments], nodes=world, ranks_per_node=1, env=env)
 
 
 def ready(job: launch.Job) -> None:
@@ -144,6 +147,47 @@ def test_passive_ranks_do_not_spin():
         job.wait(timeout=90)
         for rank in job.ranks:
             assert said(rank, "done")["stats"]["communication_cpu_seconds"] < 0.6
+
+
+def frame_of_a_stranger(card: dict, *, key: str | None, dtype: int = 2, numbers: int = 1000, **identity) -> bytes:
+    """A frame that says it is rank 1's, full of numbers that would show."""
+    identity = {"run_id": card["run_id"], "layout": bytes.fromhex(card["layout"])} | identity
+    wire = Wire(1, [0, 1, 2], **identity, largest_body=1 << 21, key=key.encode() if key else None)
+    frame = bytearray(HEADER_BYTES) + np.full(numbers, 1e6).tobytes()
+    wire.seal(Header(kind=Kind.REQUEST, source=1, dest=0, tag=1, una=1, weight=0.5, dtype=dtype), frame)
+    return bytes(frame)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("key", ["a run key of at least 16 bytes", None])
+def test_rows_20_and_22_strangers_are_refused_by_a_run_that_goes_on(key):
+    env = {"LOOSESTEP_KEY": key} if key else None
+    with start("adpsgd:topology=pairs", "--size", "1000", world=3, env=env) as job:
+        ready(job)
+        card = said(job.ranks[0], "ready")
+        bad = {
+            "no header": b"x" * 500,
+            "truncated": b"hello",
+            "another run": frame_of_a_stranger(card, key=key, run_id="another"),
+            "another model": frame_of_a_stranger(card, key=key, layout=b"another"),
+            "wrong size": frame_of_a_stranger(card, key=key, numbers=17),
+            "wrong dtype": frame_of_a_stranger(card, key=key, dtype=1, numbers=500),
+            "wrong key": frame_of_a_stranger(card, key="another key of 32 bytes or more!!"),
+        }
+        if key:
+            bad["no key"] = frame_of_a_stranger(card, key=None)
+        context = zmq.Context()
+        push = context.socket(zmq.PUSH)
+        push.connect("tcp://{}:{}".format(*card["address"]))
+        for frame in bad.values():
+            push.send(frame)
+        push.close(linger=5000)
+        context.term()
+        time.sleep(1.0)
+        reports = end(job)
+        assert sum(reports[0]["stats"]["rejected"].values()) == len(bad)
+        assert 0.0 <= reports[0]["sum"] / 1000 <= 2.0  # every learner pulls towards its rank
+        assert all(said(rank, "stopping")["lost"] == [] for rank in job.ranks)
 
 
 needs_lab = pytest.mark.skipif(
