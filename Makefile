@@ -28,6 +28,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/daso_throughput.py
 	$(BIN)/python benchmarks/gossip_throughput.py
 	$(BIN)/python benchmarks/exchange_cost.py
+	$(BIN)/python benchmarks/gossip_cpu.py
 	$(BIN)/python benchmarks/attach_overhead.py
 	$(BIN)/python benchmarks/accuracy.py
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import platform
 import selectors
 import socket
-import statistics
 import time
 from datetime import timedelta
 from typing import Any
@@ -24,6 +22,7 @@ import torch.distributed as dist
 import xxhash
 import zmq
 
+from common import Spread, machine, publish, ratios, table
 from loosestep.comm.mailbox import Mailbox
 
 KEY = "a key that is only used to measure"
@@ -134,6 +133,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--exchanges", type=int, default=12)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="nothing is written")
     arguments = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -151,18 +151,20 @@ def main() -> None:
 
 
 def report(used: dict[tuple[int, str], float], arguments: argparse.Namespace) -> None:
+    """One row a mode; ratios within a repetition."""
     hundreds = arguments.megabytes * arguments.exchanges / 100
-    print(
-        f"{platform.machine()}, {multiprocessing.cpu_count()} processors, Python {platform.python_version()}, ", end=""
-    )
-    print(f"torch {torch.__version__}, libzmq {zmq.zmq_version()}, xxhash {xxhash.VERSION}")
-    print(f"{arguments.exchanges} exchanges of {arguments.megabytes} MB, {arguments.repetitions} repetitions\n")
-    print(f"{'':24s}{'CPU-s per 100 MB both ways':>28s}{'min':>8s}{'max':>8s}{'x raw TCP':>11s}")
     costs = {mode: [used[r, mode] / hundreds for r in range(arguments.repetitions)] for mode in MODES}
-    base = statistics.median(costs["raw TCP"])
-    for mode, values in costs.items():
-        middle = statistics.median(values)
-        print(f"{mode:24s}{middle:28.3f}{min(values):8.3f}{max(values):8.3f}{middle / base:11.2f}")
+    rows = [
+        [mode, Spread(tuple(values)).text(".3f"), ratios(values, costs["raw TCP"]).text(".1f")]
+        for mode, values in costs.items()
+    ]
+    text = (
+        f"## What an exchange costs\n\n{table(['', 'CPU-seconds per 100 MB both ways', 'times raw TCP'], rows)}\n\n"
+        f"Two processes, all their threads, {arguments.exchanges} exchanges of {arguments.megabytes} MB; median and range of "
+        f"{arguments.repetitions} repetitions. Raw TCP and gloo only move bytes; the mailbox also checks and averages them. {machine()}, "
+        f"libzmq {zmq.zmq_version()}, xxhash {xxhash.VERSION}."
+    )
+    publish("exchange-cost", text, quick=arguments.quick)
 
 
 if __name__ == "__main__":
