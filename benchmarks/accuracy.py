@@ -24,9 +24,10 @@ from loosestep.recipes.vision.recipe import VisionRecipe, VisionTask
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "cifar10"
 SYNCHRONOUS = "allreduce"
+RAMPED = "daso:period=4,delay=1,warmup={ramp},cooldown={ramp},total={steps}"  # a tenth of the steps each
 STRATEGIES = {
-    "digits": (SYNCHRONOUS, "daso:period=4,delay=1", "daso:period=4,delay=3", "localsgd:period=4"),
-    "cifar10": (SYNCHRONOUS, "daso:period=4,delay=1", "localsgd:period=4"),
+    "digits": (SYNCHRONOUS, RAMPED, "daso:period=4,delay=1", "daso:period=4,delay=3", "localsgd:period=4"),
+    "cifar10": (SYNCHRONOUS, RAMPED, "daso:period=4,delay=1"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "digits": {"width": 0.5, "batch": 32, "lr": 0.1},
@@ -67,7 +68,7 @@ def train(task: VisionTask, strategy: str, steps: int) -> tuple[float, float]:
     optimizer = task.training.make_optimizer(model)
     schedule = CosineAnnealingLR(optimizer, steps)
     batches = task.stream(learner=dist.get_rank(), learners=dist.get_world_size())
-    with loosestep.attach(model, optimizer, strategy) as run:
+    with loosestep.attach(model, optimizer, strategy.format(ramp=steps // 10, steps=steps)) as run:
         for _ in range(steps):
             loss = task.loss(model, next(batches))
             loss.backward()
@@ -89,7 +90,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
     for name, steps in settings["steps"].items():
         parts += [
             f"**{TITLES[name]}; {4 * steps} gradients of batch {OPTIONS[name]['batch']}.**\n",
-            rows_of(said, name),
+            rows_of(said, name, steps),
             "",
         ]
     parts.append(
@@ -100,7 +101,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
     return "\n".join(parts)
 
 
-def rows_of(said: list[dict[str, Any]], name: str) -> str:
+def rows_of(said: list[dict[str, Any]], name: str, steps: int) -> str:
     """One task's table."""
 
     def values(strategy: str, field: str) -> list[float]:
@@ -117,7 +118,7 @@ def rows_of(said: list[dict[str, Any]], name: str) -> str:
             if strategy == SYNCHRONOUS
             else f"{sum(apart) / len(apart):+.1f} ({min(apart):+.1f} to {max(apart):+.1f})"
         )
-        rows.append([f"`{strategy}`", percent, difference, losses])
+        rows.append([f"`{strategy.format(ramp=steps // 10, steps=steps)}`", percent, difference, losses])
     return table(["", "test accuracy %", "against synchronous", "test loss"], rows)
 
 
