@@ -11,6 +11,7 @@ from loosestep.topology import Topology
 
 if TYPE_CHECKING:
     from loosestep.sim.cluster import Cluster
+    from loosestep.sim.driver import simulate
 
 __version__ = "0.1.0"
 
@@ -28,10 +29,11 @@ __all__ = [
     "Topology",
     "attach",
     "node_mesh",
+    "simulate",
     "strategy",
 ]
 
-_LAZY = {"Cluster": "loosestep.sim.cluster"}
+_LAZY = {"Cluster": "loosestep.sim.cluster", "simulate": "loosestep.sim.driver"}
 
 
 def __getattr__(name: str) -> Any:

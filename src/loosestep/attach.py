@@ -23,7 +23,6 @@ from loosestep.run import Run
 from loosestep.strategies import ADPSGD, Strategy
 from loosestep.strategies import strategy as read_strategy
 from loosestep.topology import Topology
-from loosestep.trace.events import Trace
 
 _attached: WeakSet[nn.Module] = WeakSet()
 _HOW = {"plain": "plain", "ddp": "wrapped in DistributedDataParallel", "shards": "sharded"}
@@ -58,7 +57,7 @@ def attach(
         world.close()
         raise
     world.start_pulse()
-    learner = Learner(model, optimizers, chosen, replica, Trace(), inside=inside)
+    learner = Learner(model, optimizers, chosen, replica, world.trace(), inside=inside)
     try:
         engine = _engine(world, learner, hosts, key=key, encrypt=encrypt)
     except BaseException as error:

@@ -59,6 +59,7 @@ class CollectiveEngine:
                 multiple=comm.topology.lanes * len(comm.topology.nodes),
                 scope=lambda: self._widest(self._strategy.scope(self.state)),
                 waited=lambda seconds: self.trace.emit("wait", seconds=seconds, reason="gradients"),
+                worked=world.worked,
                 late=learner.inside != "plain",
             )
 

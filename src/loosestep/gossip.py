@@ -66,16 +66,12 @@ class GossipEngine:
         comm.close()
 
     def _make_mailbox(self, tensors: Vector, members: list[int], key: str | None, encrypt: bool) -> Mailbox:
-        return Mailbox(
-            self._world.store,
-            self._world.rank,
-            world=members,
+        return self._world.mailbox(
+            members,
             params=tensors,
             layout=bytes.fromhex(self._learner.replica.digest()),
-            run_id=self._world.prefix,
             key=key,
             encrypt=encrypt,
-            deadline=self._world.deadline,
             emit=self._event,
         )
 
@@ -224,7 +220,8 @@ class GossipEngine:
 
     def _alive(self) -> set[int]:
         assert self._mailbox is not None
-        return {index for index, rank in enumerate(self._members) if rank in self._mailbox.alive() or index == self._me}
+        alive = self._mailbox.alive()
+        return {index for index, rank in enumerate(self._members) if rank in alive or index == self._me}
 
     def _report(self, fold: Any) -> None:
         if not fold.skipped and fold.chunks:
@@ -280,6 +277,7 @@ class NodeGossipEngine(GossipEngine):
                 multiple=self._lanes,
                 scope=lambda: "world",
                 waited=lambda seconds: self.trace.emit("wait", seconds=seconds, reason="gradients"),
+                worked=world.worked,
             )
         comm.census(0)
         comm.close()

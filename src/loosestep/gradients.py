@@ -33,6 +33,7 @@ class Bucket:
         self.padded = sum(self.sizes) + len(params) + self.padding
         self.ready: set[int] = set()
         self.sent: Pending[None] | None = None
+        self.done = 1.0  # the share of a backward that has produced this bucket and those before it
         self._flat: torch.Tensor | None = None
         self._views = WeakIdKeyDictionary()  # the same few tensors come again and again
 
@@ -101,9 +102,11 @@ class GradientAverager:
         multiple: int,
         scope: Callable[[], Scope],
         waited: Callable[[float], None],
+        worked: Callable[[float], None],
         late: bool = False,
     ) -> None:
-        self._comm, self._scope, self._waited, self._late = comm, scope, waited, late
+        self._comm, self._scope, self._late = comm, scope, late
+        self._waited, self._worked = waited, worked
         self._buckets = make_buckets(params, multiple)
         self._home = {id(param): bucket for bucket in self._buckets for param in bucket.params}
         self._paused = 0
@@ -148,6 +151,7 @@ class GradientAverager:
         self._send(complete_only=True)
 
     def _begin(self) -> None:
+        self._worked(0.0)
         self._open = self._scope()
         # A callback that is queued by a callback comes after those of DDP and fully_shard.
         at_end = torch.autograd.Variable._execution_engine.queue_callback
@@ -164,6 +168,7 @@ class GradientAverager:
                 return
             if bucket is self._buckets[0]:
                 self._checksum = self._sum_up(bucket)
+            self._worked(bucket.done)
             bucket.sent = self._comm.reduce(bucket, self._open)
 
     def _sum_up(self, bucket: Bucket) -> float:
@@ -194,8 +199,13 @@ class GradientAverager:
 def make_buckets(params: Sequence[nn.Parameter], multiple: int) -> list[Bucket]:
     """Last parameters first, one dtype per bucket."""
     sizes = [p.numel() * p.element_size() for p in params]
-    buckets = fill_buckets(sizes, [p.dtype for p in params])
-    return [Bucket([params[index] for index in bucket], multiple) for bucket in buckets]
+    buckets, done = [], 0
+    for indices in fill_buckets(sizes, [p.dtype for p in params]):
+        bucket = Bucket([params[index] for index in indices], multiple)
+        done += sum(sizes[index] for index in indices)
+        bucket.done = done / sum(sizes)
+        buckets.append(bucket)
+    return buckets
 
 
 def fill_buckets(sizes: Sequence[int], kinds: Sequence[object]) -> list[list[int]]:

@@ -154,6 +154,7 @@ class Run:
     def _boundary(self) -> None:
         self._require_active()
         with self._guard():
+            self._world.worked()
             self._check_unchanged()
             self.trace.emit("step", step=self.state["step"] + 1)
             self._engine.boundary()

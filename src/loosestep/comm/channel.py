@@ -40,7 +40,7 @@ class Channel:
         rank: int,
         *,
         name: str,
-        store: dist.Store,
+        store: dist.Store | None,
         pulse: Pulse | None,
         nodes: Sequence[int],
     ) -> None:
@@ -56,7 +56,7 @@ class Channel:
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._slots: Slots | None = None
         self._group: Any = None  # a ProcessGroupGloo, whose operations torch's stubs do not know
-        if self.size > 1 and pulse is not None:
+        if self.size > 1 and pulse is not None and store is not None:
             members = dist.PrefixStore(f"{name}/{'-'.join(map(str, self.ranks))}", store)
             try:
                 self._group = ProcessGroupGloo(members, self.index, self.size, timedelta(seconds=pulse.deadline))

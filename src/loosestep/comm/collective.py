@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,6 @@ import torch
 from loosestep.comm.base import CommError, Invitation, Kind, Landed, Member, Offer, Parcel, Pending, Scope
 from loosestep.comm.channel import Channel, ordered_sum
 from loosestep.comm.state import flatten, unflatten
-from loosestep.comm.stream import Stream
 from loosestep.comm.world import World
 from loosestep.topology import Topology
 from loosestep.trace.events import Trace
@@ -40,12 +37,7 @@ class Channels:
     """The groups of one thread: the world, the ranks of this node, and this rank's lane (None beyond the last lane)."""
 
     def __init__(self, name: str, *, world: World, replicas: Topology, lanes: int) -> None:
-        rank, store = world.rank, world.connect()
-
-        def channel(ranks: Sequence[int]) -> Channel:
-            nodes = [world.topology.node_of(r) for r in ranks]
-            return Channel(ranks, rank, name=name, store=store, pulse=world.pulse, nodes=nodes)
-
+        rank, channel = world.rank, world.channels(name)
         mates, index = replicas.mates(rank), replicas.local_index(rank)
         self.lanes = lanes
         self.world = channel(range(replicas.world))
@@ -92,23 +84,23 @@ class Collective:
         self.step = 0  # the run keeps it current
         self.missed: Scope = "rank"  # the widest scope whose gradients were averaged without us since we last met
         self.identical = False  # several replicas did exactly the same so far
-        self._pulse, self._trace = world.pulse, trace
+        self._pulse, self._trace, self._now = world.pulse, trace, world.now
         weights = topology.weights
         self._weights = None if len(set(weights)) == 1 else weights
         self._total = len(weights) if self._weights is None else sum(weights)
         lanes = lanes or topology.lanes  # fewer when other nodes, which this comm does not know, are smaller
         self._x = Channels("exchanges", world=world, replicas=topology, lanes=lanes)
         self._g = Channels("gradients", world=world, replicas=topology, lanes=lanes) if averages_gradients else None
-        self._exchanges = Stream("exchanges")
-        self._gradients = Stream("gradients") if averages_gradients else None
+        self._exchanges = world.stream("exchanges")
+        self._gradients = world.stream("gradients") if averages_gradients else None
         self._sequence = 0
         self._same = self._same_gradients = 0
         self._contributors = 1
         self.present = list(range(topology.world))  # the ranks whose gradients were averaged in the last round
 
     def now(self) -> float:
-        """Monotonic seconds."""
-        return time.monotonic()
+        """Seconds on the run's clock."""
+        return self._now()
 
     # Exchanges of parameters ------------------------------------------------------------------------------------------
 
@@ -176,24 +168,24 @@ class Collective:
 
     def _average(self, offer: Offer, rows: torch.Tensor) -> Landed:
         start = self.now()
-        sick = [r for r in range(len(rows)) if not rows[r, FINITE]]
+        sick = (rows[:, FINITE] == 0).nonzero().flatten().tolist()
         if sick:
             raise CommError(
                 f"the parameters of rank {sick[0]} contain NaN or Inf at step {int(rows[sick[0], STEP])}: nothing was exchanged. "
                 "Lower the learning rate or clip gradients; the other ranks' parameters are intact"
             )
         spread = sum(self._average_tensor(tensor, offer) for tensor in offer.vector)
-        total = ordered_sum(self._x.world.gather(torch.tensor([spread], dtype=torch.float64)).unbind(0)).item()
+        total = add_up(self._x.world.gather(torch.tensor([spread], dtype=torch.float64)))
         buffers = self._average_buffers(offer.buffers)
         self._report(self._x)
         return Landed(
             vector=offer.vector,
             buffers=buffers,
-            loss_sum=float(ordered_sum(rows[:, LOSS].unbind(0))),
+            loss_sum=add_up(rows[:, LOSS]),
             loss_count=int(rows[:, COUNT].sum()),
             distance=math.sqrt(max(total, 0.0) / self._total),
             seconds=self.now() - start,
-            steps=[int(step) for step in rows[:, STEP]],
+            steps=rows[:, STEP].long().tolist(),
         )
 
     def _average_tensor(self, tensor: torch.Tensor, offer: Offer) -> float:
@@ -390,6 +382,14 @@ def _lane_of(channels: Channels) -> Channel:
     """Sharded nodes are equally large: every rank has a lane."""
     assert channels.lane is not None
     return channels.lane
+
+
+def add_up(numbers: torch.Tensor) -> float:
+    """In order; Python's own `sum` compensates for rounding from 3.12 on, and would differ between versions."""
+    total = 0.0
+    for number in numbers.flatten().tolist():
+        total += number
+    return total
 
 
 def _broadcast(channel: Channel, state: dict[str, Any], root: int) -> dict[str, Any]:

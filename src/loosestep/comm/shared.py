@@ -104,11 +104,16 @@ class Slots:
         return iter(values.split(self.capacity // values.element_size()))
 
 
+def slot_bytes(size: int) -> int:
+    """What fits into one slot, of two for each rank."""
+    return min(LARGEST, LIMIT // (2 * size)) // 4096 * 4096
+
+
 def open_slots(store: dist.Store, *, index: int, size: int) -> Slots | None:
     """Make the memory (index 0) or open it (the others); None where this rank cannot."""
     if not FOLDER.is_dir():
         return None
-    capacity = min(LARGEST, LIMIT // (2 * size)) // 4096 * 4096
+    capacity = slot_bytes(size)
     length = 2 * size * capacity
     if index == 0:
         path = FOLDER / f"loosestep-{secrets.token_hex(8)}"

@@ -9,15 +9,26 @@ import itertools
 import json
 import os
 import socket
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from loosestep.comm.channel import Channel
+from loosestep.comm.mailbox import Mailbox
 from loosestep.comm.pulse import Pulse, connect
+from loosestep.comm.stream import Stream
 from loosestep.topology import Topology, detect_launch, find_master
+from loosestep.trace.events import Trace
 
 _attachments = itertools.count()  # every rank attaches in the same order, so the numbers agree
+
+Opener = Callable[[Topology | None, float], "World"]
+simulated: ContextVar[Opener | None] = ContextVar("simulated", default=None)  # set inside a simulated rank
 
 
 @dataclass
@@ -44,6 +55,37 @@ class World:
     def connect(self) -> dist.Store:
         """Another connection to the store, so that a long wait on it delays no heartbeat."""
         return dist.PrefixStore(self.prefix, connect(self.store, timeout=self.deadline))
+
+    def channels(self, name: str) -> Callable[[Sequence[int]], Channel]:
+        """What opens channels among ranks of this world; those of another name do not meet them."""
+        store = self.connect()
+
+        def channel(ranks: Sequence[int]) -> Channel:
+            nodes = [self.topology.node_of(rank) for rank in ranks]
+            return Channel(ranks, self.rank, name=name, store=store, pulse=self.pulse, nodes=nodes)
+
+        return channel
+
+    def stream(self, name: str) -> Stream:
+        """A thread for communication."""
+        return Stream(name)
+
+    def mailbox(self, members: Sequence[int], **arguments: Any) -> Mailbox:
+        """This rank's end of the gossip among `members`."""
+        return Mailbox(
+            self.store, self.rank, world=members, run_id=self.prefix, deadline=self.deadline, **arguments
+        )  # fmt: skip
+
+    def trace(self) -> Trace:
+        """A log of events on this world's clock."""
+        return Trace()
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def worked(self, backward: float | None = None) -> None:
+        """This step's computation is done, or so much of its backward. A simulation moves its clock on."""
 
     def inside_node(self) -> World:
         """The ranks of this node as a world of their own, with a store of their own: other nodes may die."""
@@ -75,6 +117,9 @@ class World:
 
 def open_world(topology: Topology | None, *, deadline: float) -> World:
     """Use torch.distributed as it is, or initialise it from what started this process."""
+    virtual = simulated.get()
+    if virtual is not None:
+        return virtual(topology, deadline)
     launch = detect_launch()
     owned = not dist.is_initialized()
     if owned:
