@@ -2,75 +2,13 @@
 
 import pytest
 import torch
+from composed import GRID, Net, batch, build, mesh, train, whole
 from pool import errors, ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
 from loosestep import Topology
-
-GRID = Topology([[0, 1], [2, 3]])
-MESHES: dict[str, DeviceMesh] = {}  # of this process: making groups takes time
-
-
-def mesh() -> DeviceMesh:
-    if "node" not in MESHES:
-        MESHES["node"] = loosestep.node_mesh(topology=GRID)
-    return MESHES["node"]
-
-
-class Net(nn.Module):
-    """5 rows over 2 ranks are 3 and 2; one row leaves a rank with nothing."""
-
-    def __init__(self, *, width: int = 5, norm: bool = False) -> None:
-        super().__init__()
-        self.first, self.second, self.out = nn.Linear(3, width), nn.Linear(width, 4), nn.Linear(4, 1)
-        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, x):
-        return self.out(torch.relu(self.second(torch.relu(self.norm(self.first(x * self.frozen))))))
-
-
-def build(inside: str, *, seed: int = 0, width: int = 5, norm: bool = False) -> nn.Module:
-    torch.manual_seed(seed)
-    model = Net(width=width, norm=norm)
-    if inside == "ddp":
-        return DistributedDataParallel(model, process_group=mesh().get_group())
-    if inside in ("fsdp", "offload"):
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-        offload = CPUOffloadPolicy(pin_memory=False) if inside == "offload" else OffloadPolicy()
-        fully_shard(model.first, mesh=mesh(), offload_policy=offload)
-        fully_shard(model, mesh=mesh(), offload_policy=offload)
-    if inside == "tensor":
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        parallelize_module(model, mesh(), {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    return model
-
-
-def whole(model: nn.Module) -> torch.Tensor:
-    """All trainable parameters, gathered."""
-    from loosestep.shards import is_dtensor
-
-    params = [p.detach() for p in model.parameters() if p.requires_grad]
-    return torch.cat([(p.full_tensor() if is_dtensor(p) else p).flatten() for p in params])
-
-
-def batch(rank: int, step: int, inside: str) -> torch.Tensor:
-    """Each rank its own data; under tensor parallelism a node has one stream, of both its ranks' data."""
-    if inside == "tensor":
-        head = rank // 2 * 2
-        return torch.cat([batch(r, step, "") for r in (head, head + 1)])
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def train(model, optimizer, rank, step, inside):
-    optimizer.zero_grad()
-    (model(batch(rank, step, inside)) - 1).square().mean().backward()
-    optimizer.step()
 
 
 def trajectory(rank: int, inside: str, spec: str, steps: int = 12, adam: bool = False, width: int = 5):

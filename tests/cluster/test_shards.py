@@ -1,0 +1,186 @@
+"""What holds for models that are sharded or wrapped inside their node: means, endings, checkpoints, accumulation."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from composed import GRID, batch, build, mesh, train, whole
+from pool import ranks
+from torch import nn
+
+import loosestep
+
+
+class Line(nn.Module):
+    """Constant gradients: whatever is exchanged, the mean of the replicas goes its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1, 1, 21, dtype=torch.float64).view(7, 3))
+
+    def forward(self, direction: torch.Tensor) -> torch.Tensor:
+        return (self.w * direction).sum()
+
+
+def drift(rank: int, spec: str, steps: int):
+    """The mean of the nodes' models against where the gradients alone would take it, after every step."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(Line(), mesh=mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected, errors = whole(model), []
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.full((7, 3), float(rank + 1) * (step % 3), dtype=torch.float64)).backward()
+            optimizer.step()
+            expected = expected - 0.1 * 2.5 * (step % 3)
+            if not run.strategy.gossip:
+                mean = whole(model)
+                dist.all_reduce(mean)
+                errors.append(float((mean / 4 - expected).abs().max()))
+        local = whole(model)
+        distance = run.stats["consensus_distance"]
+    errors.append(float((whole(model) - expected).abs().max()))
+    return max(errors), float((local - expected).abs().max()), distance, whole(model)
+
+
+@pytest.mark.parametrize("spec", ["daso:period=3,delay=2", "adpsgd:replica=node"])
+def test_an_exchange_of_shards_never_moves_the_mean_of_the_nodes(spec):
+    results = ranks(4, drift, spec=spec, steps=24)
+    for error, local, distance, end in results:
+        assert error < 1e-12
+        assert local > 0.01  # or there was nothing to average
+        assert distance > 0
+        assert torch.equal(end, results[0][3])
+
+
+def train_gossip(rank: int, inside: str, spec: str):
+    """Replicas that learn, gossiping asynchronously: loss before and after, and what all hold in the end."""
+    model = build(inside, seed=GRID.node_of(rank), width=6, norm=inside == "fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    losses = []
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+        for step in range(40):
+            loss = (model(batch(rank, step, inside)) - 1).square().mean()
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step == 20:
+                before = whole(model)
+                with run.consensus():
+                    model(batch(rank, step, inside)).sum().backward()
+                optimizer.zero_grad()
+                torch.testing.assert_close(whole(model), before, rtol=0, atol=0)
+        plain = [p.detach().clone() for p in model.parameters() if type(p) is nn.Parameter]
+    return losses, whole(model), [b.clone() for b in model.buffers()], plain
+
+
+@pytest.mark.parametrize(
+    ("inside", "spec"),
+    [
+        ("fsdp", "adpsgd:replica=node"),
+        ("fsdp", "adpsgd:replica=node,average_momentum=true"),
+        ("tensor", "adpsgd:replica=node"),
+        ("ddp", "adpsgd:replica=node"),
+    ],
+)
+def test_nodes_that_gossip_about_shards_learn_and_end_identical(inside, spec):
+    results = ranks(4, train_gossip, inside=inside, spec=spec)
+    for losses, end, buffers, _ in results:
+        assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+        assert torch.equal(end, results[0][1])
+        for mine, first in zip(buffers, results[0][2], strict=True):
+            assert torch.equal(mine, first)
+    for one, other in ((0, 1), (2, 3)):  # copies inside a node never drift
+        for mine, mates in zip(results[one][3], results[other][3], strict=True):
+            assert torch.equal(mine, mates)
+
+
+def uneven(rank: int, inside: str, spec: str):
+    model = build(inside)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+        for step in range(9 if rank > 1 else 14):
+            train(model, optimizer, rank, step, inside)
+        steps = run.stats["steps"]
+    end = whole(model)
+    train(model, optimizer, rank, 99, inside)  # alone again, with the moments that were taken over
+    return steps, end
+
+
+@pytest.mark.parametrize(("inside", "spec"), [("fsdp", "daso:period=2"), ("fsdp", "allreduce"), ("ddp", "allreduce")])
+def test_a_node_that_ends_early_joins_the_others_until_they_are_done(inside, spec):
+    results = ranks(4, uneven, inside=inside, spec=spec)
+    expected = ranks(4, uneven, inside="plain", spec=spec)
+    assert [steps for steps, _ in results] == [14, 14, 9, 9]
+    for (_, one), (_, other) in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, results[0][1], rtol=0, atol=0)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def checkpointed(rank: int, folder: str, spec: str):
+    """A run that is cut in the middle, an exchange in flight, against one that is not."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    group, place = mesh().get_group(), f"{folder}/node{GRID.node_of(rank)}"
+    model = build("fsdp")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+        for step in range(11):
+            train(model, optimizer, rank, step, "fsdp")
+            if step == 6:
+                parts = get_state_dict(model, optimizer)
+                dcp.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=place, process_group=group)
+                rest = run.state_dict()
+        with run.consensus():
+            mean = whole(model)
+            dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/mean")
+    end = whole(model)
+
+    model = build("fsdp", seed=5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+        parts = get_state_dict(model, optimizer)
+        dcp.load({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=place, process_group=group)
+        set_state_dict(model, optimizer, model_state_dict=parts[0], optim_state_dict=parts[1])
+        run.load_state_dict(rest)
+        for step in range(7, 11):
+            train(model, optimizer, rank, step, "fsdp")
+    state = {"model": model.state_dict()}
+    resumed = whole(model)
+    dcp.load(state, checkpoint_id=f"{folder}/mean")
+    model.load_state_dict(state["model"])
+    return rest["flight"] is not None, end, resumed, mean, whole(model)
+
+
+def test_a_run_on_shards_resumes_bit_for_bit_from_a_distributed_checkpoint(tmp_path):
+    for flying, end, resumed, mean, loaded in ranks(
+        4, checkpointed, folder=str(tmp_path), spec="daso:period=3,delay=2"
+    ):
+        assert flying
+        assert torch.equal(end, resumed)
+        assert torch.equal(mean, loaded)
+
+
+def accumulate(rank: int, inside: str, spec: str):
+    model = build(inside)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+        for step in range(6):
+            optimizer.zero_grad()
+            with run.no_sync():
+                model(batch(rank, 2 * step, inside)).square().mean().backward()
+            model(batch(rank, 2 * step + 1, inside)).square().mean().backward()
+            optimizer.step()
+    return whole(model)
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+def test_gradients_accumulate_without_communication(inside):
+    spec = "daso:period=2,warmup=2"
+    for one, other in zip(
+        ranks(4, accumulate, inside=inside, spec=spec), ranks(4, accumulate, inside="plain", spec=spec), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
