@@ -17,7 +17,7 @@ from typing import Any
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 SIMULATED = Path(__file__).with_name("SIMULATED.md")
-TITLE = "# Measured\n\nEvery section is written by its script, on the machine and with the versions it names.\n"
+TITLE = "# {}\n\nEvery section is written by its script, on the machine and with the versions it names.\n"
 MARK = "@benchmark "
 DONE = "@benchmark-done"
 
@@ -164,7 +164,7 @@ def settings_of_rank() -> dict[str, Any]:
 def write_section(name: str, text: str, *, path: Path = RESULTS) -> None:
     """Replace the section `name`, or append it; everything else stays as it is."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    before = path.read_text() if path.exists() else TITLE
+    before = path.read_text() if path.exists() else TITLE.format("Simulated" if path == SIMULATED else "Measured")
     section = f"{begin}\n{text.strip()}\n{end}"
     head, found, rest = before.partition(begin)
     if found:
