@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import loosestep
-from common import SIMULATED, Spread, is_rank, machine, publish, run_ranks, say, settings_of_rank, table
+from common import SIMULATED, Spread, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
 from daso_throughput import SleepyLayer
 from loosestep.comm.shared import forget, open_slots
 from loosestep.sim.cluster import Cluster
@@ -59,7 +59,7 @@ def work() -> None:
                 factor = SLOWER if slow and dist.get_rank() == STRAGGLER else 1.0
                 speeds = everybody(block(variant, steps=steps, factor=factor, seed=round_))
                 say(round=round_, variant=variant, slow=slow, seconds=[1 / speed for speed in speeds])
-    dist.destroy_process_group()
+    leave()
 
 
 def everybody(mine: float) -> list[float]:

@@ -85,10 +85,14 @@ class Costs:
         """Seconds to copy the parameters into a flat vector, or to fold one into them."""
         return self._machine.work(size, passes=1.25)
 
-    def header(self, ranks: int, *, inside: bool = False) -> Cost:
+    def header(self, ranks: int) -> Cost:
         """A few numbers of every rank to every rank, around a ring."""
-        latency = self._cluster.node_latency_seconds if inside else self._cluster.latency_seconds
-        return Cost((ranks - 1) * (latency + self._machine.message) + self._machine.work(operations=1))
+        hop = self._cluster.latency_seconds + self._machine.message
+        return Cost((ranks - 1) * hop + self._machine.work(operations=1))
+
+    def node_header(self) -> Cost:
+        """The same inside a node: the numbers ride on a meeting."""
+        return Cost(self._from_mates(0, 1) + self._machine.work(operations=1))
 
     def node_average(self, size: float) -> Cost:
         """The ranks of a node average a vector: gather it into shared memory, meet, read everybody's."""
@@ -120,7 +124,7 @@ class Costs:
 
     def exchange(self, size: float, ranks: int, *, lane: int | None = None) -> Cost:
         """Everybody says what it is at, lanes average, the node shares the result, everybody tells how far it was."""
-        around = self.header(ranks) + self.header(ranks) + Cost(self._machine.work(size, passes=2.5))
+        around = self.header(ranks) + self.header(ranks) + Cost(self._machine.work(size))
         if lane is not None and self.lanes > 1:  # all of it on one lane, then to the others of the node
             more = self._machine.work((1 - 1 / self.lanes) * size, passes=4, operations=1)
             spread = size / self._cluster.node_bytes_per_second + self._machine.message
@@ -131,8 +135,8 @@ class Costs:
         """The ranks of a node meet and put the model together from the shard that each of them owns."""
         if self.mates == 1:
             return Cost(2 * self.snapshot(size))
-        rounds = 3 * self.header(self.mates, inside=True).seconds
-        return self._share(size) + Cost(rounds + 2 * self.snapshot(size) + self._machine.work(size, passes=2.5))
+        headers = 3 * (self._cluster.node_latency_seconds + self._machine.message) * (self.mates - 1)
+        return self._share(size) + Cost(headers + 2 * self.snapshot(size) + self._machine.work(size, operations=3))
 
     def _share(self, size: float) -> Cost:
         """Every rank of a node has a shard and gets the others'."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loosestep.comm.mailbox import FOLD_SHARE, in_flight
+from loosestep.comm.pace import AIM
 from loosestep.graphs import Gossip, permutation
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.costs import Costs, Nodes, Times
@@ -31,7 +32,7 @@ class Paces:
     """`Pace` for many learners at once."""
 
     def __init__(self, learners: int, *, rate: float, share: float, cores: float) -> None:
-        self._rate, self._allowance = rate, share * cores
+        self._rate, self._allowance = rate, AIM * share * cores
         self._account, self._credit = np.zeros(learners), np.zeros(learners)
         self._now, self._before = np.full(learners, np.nan), np.zeros(learners)
 

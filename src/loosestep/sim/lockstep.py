@@ -53,7 +53,7 @@ class Gradients:
         across = scope == "world" and costs.members > 1
         free = begin + self._first * seconds
         if costs.inside > 1:
-            free = self._nodes.latest(free) + costs.header(costs.inside, inside=True).seconds
+            free = self._nodes.latest(free) + costs.node_header().seconds
         if across:
             free = np.full_like(free, free.max() + costs.header(self._ranks).seconds)
         sent = 0.0
@@ -166,7 +166,7 @@ class CollectiveClocks:
     def average_node(self) -> None:
         """Blocking, inside the node."""
         if self._costs.mates > 1:
-            cost = self._costs.header(self._costs.mates, inside=True) + self._costs.node_average(self._size)
+            cost = self._costs.node_header() + self._costs.node_average(self._size)
             self._wait_until(self._nodes.latest(self.clock) + cost.seconds)
 
     # Inside -----------------------------------------------------------------------------------------------------------
