@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from loosestep.comm.collective import Collective
+from loosestep.comm.values import StoreValues
 from loosestep.comm.world import World, open_world
 from loosestep.engine import Engine
 from loosestep.exchanges import CollectiveEngine
@@ -23,6 +26,10 @@ from loosestep.run import Run
 from loosestep.strategies import ADPSGD, Strategy
 from loosestep.strategies import strategy as read_strategy
 from loosestep.topology import Topology
+from loosestep.trace.player import Player, require_same
+from loosestep.trace.recorder import NoTape, Recorder, Tape, make_header
+from loosestep.trace.recording import Recording, RecordingError, rank_file
+from loosestep.trace.replay import DEFAULT_FOLDER, Replay, current_replay
 
 _attached: WeakSet[nn.Module] = WeakSet()
 _HOW = {"plain": "plain", "ddp": "wrapped in DistributedDataParallel", "shards": "sharded"}
@@ -37,7 +44,7 @@ def attach(
     deadline: float = 60.0,
     key: str | None = None,
     encrypt: bool = False,
-    record: bool = False,
+    record: bool | str | os.PathLike[str] = False,
     hooks: bool = True,
 ) -> Run:
     """Connect a model and its optimizer(s) to their peers. The loop, the model and the optimizer stay as they are.
@@ -45,20 +52,26 @@ def attach(
     Every rank calls it with the same model; all start from rank 0's parameters and buffers. `topology` says who is on which
     node (by default what started the processes knows). A model that is wrapped in DDP or sharded over exactly the ranks of
     its node is connected to the other nodes as it is. `deadline`: seconds without a heartbeat after which a rank is lost.
-    `hooks=False`: call `run.step()` after `optimizer.step()` yourself, where hooks cannot run.
+    `hooks=False`: call `run.step()` after `optimizer.step()` yourself, where hooks cannot run. `record`: True or a folder
+    ("recording"): every rank writes down what it folded, so that `LOOSESTEP_REPLAY=folder` repeats the run bit for bit.
     """
     if deadline <= 0:
         raise ValueError(f"deadline must be positive seconds, got {deadline}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     world = open_world(topology, deadline=deadline)
     try:
-        chosen, replica, inside, hosts = _prepare(world, model, optimizers, strategy, hooks=hooks)
+        folder = None if record is False else Path(DEFAULT_FOLDER if record is True else record)
+        replay = current_replay()
+        chosen, replica, inside, hosts = _prepare(
+            world, model, optimizers, strategy, hooks=hooks, record=folder, replay=replay
+        )
     except BaseException:
         world.close()
         raise
     world.start_pulse()
-    learner = Learner(model, optimizers, chosen, replica, world.trace(), inside=inside)
     try:
+        tape = _tape(world, chosen, replica, record=folder, replay=replay)
+        learner = Learner(model, optimizers, chosen, replica, world.trace(), inside=inside, tape=tape)
         engine = _engine(world, learner, hosts, key=key, encrypt=encrypt)
     except BaseException as error:
         if world.pulse is not None:
@@ -81,7 +94,14 @@ def _engine(world: World, learner: Learner, hosts: list[str], *, key: str | None
 
 
 def _prepare(
-    world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy | str, *, hooks: bool
+    world: World,
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    strategy: Strategy | str,
+    *,
+    hooks: bool,
+    record: Path | None,
+    replay: Replay | None,
 ) -> tuple[Strategy, Replica, Inside, list[str]]:
     """Check everything on every rank before anything is sent; a problem on one rank is raised on all of them."""
     problem: Exception | None = None
@@ -97,6 +117,7 @@ def _prepare(
             raise ValueError(
                 f"parameter {bad} contains NaN or Inf on rank {world.rank}; load a sane checkpoint before attaching"
             )
+        _check_recording(world, chosen, replica, record=record, replay=replay)
         report |= {"strategy": str(chosen), "digest": replica.digest(), "inside": inside}
         world.store.set(f"layout/{world.rank}", json.dumps(replica.layout()))
     except (ValueError, TypeError, RuntimeError) as error:
@@ -125,6 +146,44 @@ def _prepare(
         if other["digest"] != reports[first]["digest"]:
             raise ValueError(_difference(world, rank, first))
     return chosen, replica, inside, [str(other["host"]) for other in reports]
+
+
+def _check_recording(
+    world: World, strategy: Strategy, replica: Replica, *, record: Path | None, replay: Replay | None
+) -> None:
+    """A new recording has a place of its own; one to be replayed is of this run."""
+    if replay is not None:
+        recording = Recording.read(replay.folder, world.rank)
+        require_same(recording, nodes=_nodes(world), strategy=str(strategy), layout=replica.layout())
+    elif record is not None and rank_file(record, world.rank).exists():
+        raise RecordingError(
+            f"{record} holds a recording of rank {world.rank} already; remove that folder, or record into another one"
+        )
+
+
+def _tape(world: World, strategy: Strategy, replica: Replica, *, record: Path | None, replay: Replay | None) -> Tape:
+    """What the run tells its story to."""
+    if replay is not None:
+        free = strategy.gossip and strategy.learner == "rank"
+        everybody = range(world.topology.world) if not strategy.gossip else world.topology.mates(world.rank)
+        until = replay.until.step if replay.until is not None and replay.until.rank == world.rank else None
+        values = StoreValues(world.connect(), world.rank)
+        recording = Recording.read(replay.folder, world.rank)
+        return Player(recording, values, rank=world.rank, together=() if free else everybody, until=until)
+    if record is None:
+        return NoTape()
+    header = make_header(
+        rank=world.rank,
+        nodes=_nodes(world),
+        strategy=str(strategy),
+        seed=getattr(strategy, "seed", None),
+        layout=replica.layout(),
+    )
+    return Recorder(record, world.rank, header)
+
+
+def _nodes(world: World) -> list[list[int]]:
+    return [list(node) for node in world.topology.nodes]
 
 
 def _multiple(strategy: Strategy, units: Topology) -> int:

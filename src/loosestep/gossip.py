@@ -19,6 +19,7 @@ from loosestep.comm.collective import Collective
 from loosestep.comm.courier import Pending
 from loosestep.comm.mailbox import Mailbox
 from loosestep.comm.pace import Pace
+from loosestep.comm.replayed import ReplayedMailbox
 from loosestep.comm.world import World
 from loosestep.exchanges import align
 from loosestep.gradients import GradientAverager
@@ -26,6 +27,8 @@ from loosestep.learner import Learner
 from loosestep.replica import Replica
 from loosestep.shards import copies, is_dtensor, local, reshard, sharding_modules
 from loosestep.strategies.adpsgd import ADPSGD
+from loosestep.trace.player import Player
+from loosestep.trace.recorder import Recorder
 
 log = logging.getLogger("loosestep")
 
@@ -61,11 +64,18 @@ class GossipEngine:
         self._me = world.rank
         comm = Collective(world, world.topology.flat(), trace=self.trace, averages_gradients=False)
         align(self._learner, comm)
-        self._mailbox: Mailbox | None = self._make_mailbox(self._tensors(), self._members, key, encrypt)
+        self._mailbox: Mailbox | ReplayedMailbox | None = self._make_mailbox(
+            self._tensors(), self._members, key, encrypt
+        )
         comm.census(0)  # all mailboxes are open
         comm.close()
 
-    def _make_mailbox(self, tensors: Vector, members: list[int], key: str | None, encrypt: bool) -> Mailbox:
+    def _make_mailbox(
+        self, tensors: Vector, members: list[int], key: str | None, encrypt: bool
+    ) -> Mailbox | ReplayedMailbox:
+        tape = self._learner.tape
+        if isinstance(tape, Player):
+            return ReplayedMailbox(tape, world=members, params=tensors)
         return self._world.mailbox(
             members,
             params=tensors,
@@ -73,6 +83,7 @@ class GossipEngine:
             key=key,
             encrypt=encrypt,
             emit=self._event,
+            tape=tape if isinstance(tape, Recorder) else None,
         )
 
     def _tensors(self) -> Vector:
@@ -94,7 +105,7 @@ class GossipEngine:
         """How many exchanges to begin now."""
         if self._mailbox is None:
             return 0
-        return self._pace.due(self.trace.clock(), self._mailbox.cpu_seconds())
+        return self._learner.tape.number(self._pace.due(self.trace.clock(), self._mailbox.cpu_seconds()))
 
     def exchange(self, round_number: int) -> None:
         """Begin to average with the partner of this round; never waits."""

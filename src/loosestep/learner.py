@@ -13,6 +13,7 @@ from loosestep.replica import Replica
 from loosestep.shards import local
 from loosestep.strategies.base import State, Strategy
 from loosestep.trace.events import Trace
+from loosestep.trace.recorder import NoTape, Tape
 
 
 class Losses:
@@ -46,6 +47,7 @@ class Learner:
     strategy: Strategy
     replica: Replica
     trace: Trace
+    tape: Tape = field(default_factory=NoTape)
     state: State = field(default_factory=dict)
     losses: Losses = field(default_factory=Losses)
     inside: Inside = "plain"

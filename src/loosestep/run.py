@@ -20,6 +20,7 @@ from loosestep.comm.world import World
 from loosestep.engine import Engine
 from loosestep.inside import hold_sync
 from loosestep.learner import Learner
+from loosestep.trace.recorder import digest_of
 
 VERSION = 1
 
@@ -33,6 +34,7 @@ class Run:
         self.model, self.optimizers, self.strategy = learner.model, learner.optimizers, learner.strategy
         self.rank, self.topology, self.trace = world.rank, world.topology, learner.trace
         self._learner, self._engine, self._world, self._closed = learner, engine, world, closed
+        self.tape, self._global_steps = learner.tape, engine.global_steps()
         self._stepped: set[int] = set()
         self._groups = self._count_groups()
         self._active, self._warned = True, False
@@ -75,8 +77,13 @@ class Run:
             return
         with self._guard():
             self._engine.finish()
+            self._global_steps = self.tape.ended(self._engine.global_steps(), self._digest)
             self._detach()
         self._world.close()
+
+    def recorded(self, compute: Callable[[], Any]) -> Any:
+        """What `compute()` gives, as JSON holds it; in a replay what it gave then. For whatever else depends on time."""
+        return self.tape.value(compute)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -85,8 +92,8 @@ class Run:
 
     @property
     def global_steps(self) -> int:
-        """Gradients of all learners so far: for schedules and for stopping. Under gossip as last heard from each."""
-        return self._engine.global_steps()
+        """Gradients of all learners up to the last step: for schedules and for stopping. Under gossip as heard by then."""
+        return self._global_steps
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -133,6 +140,7 @@ class Run:
         self._learner.losses.sum, self._learner.losses.count = state["losses"]
         self.trace.totals.steps = state["steps"]
         self._engine.load(state)
+        self._global_steps = self._engine.global_steps()
 
     def __enter__(self) -> Run:
         return self
@@ -157,11 +165,16 @@ class Run:
             self._world.worked()
             self._check_unchanged()
             self.trace.emit("step", step=self.state["step"] + 1)
+            self.tape.step()
             self._engine.boundary()
+            self._global_steps = self.tape.stepped(self._engine.global_steps(), self._digest)
         advice = None if self._warned else self._engine.advice()
         if advice is not None:
             self._warned = True
             warnings.warn(advice, stacklevel=4)
+
+    def _digest(self) -> int:
+        return digest_of([*self._learner.replica.params, *self._learner.replica.floating])
 
     def _count_groups(self) -> list[int]:
         return [len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -187,7 +200,9 @@ class Run:
     def _break(self, reason: str, culprit: int | None) -> None:
         if self._active:
             self._detach()
+            self.tape.breaking(reason)
             self._engine.abort(reason, culprit)
+            self.tape.aborted(reason)
             self._world.owned = False  # torch's group may be stuck in an operation that nobody can cancel
 
     def _detach(self) -> None:

@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from loosestep.comm.edge import Edge, Message, NotFiniteError
 from loosestep.comm.ending import Ending, average
-from loosestep.comm.fetch import Fetch
+from loosestep.comm.fetch import Answers, Fetch
 from loosestep.comm.members import GONE, Members, State
 from loosestep.comm.shadow import Buffer, Shadow
 from loosestep.comm.transport import Transport
 from loosestep.comm.wire import DTYPE_CODES, HEADER_BYTES, Flags, FrameError, Header, Kind, Topic, Wire
+from loosestep.trace.recording import Kind as Record
+from loosestep.trace.recording import pack, pack_readings
 
 Array = NDArray[Any]
 
@@ -102,7 +104,7 @@ class Courier:
         now = time.monotonic()
         self.rank, self.shadow, self.wire, self.transport = rank, shadow, wire, transport
         self.members = Members(peers, now=now, suspend=timing.suspend, deadline=timing.deadline, emit=emit)
-        self.links = {peer: Link(Edge(shadow, window)) for peer in peers}
+        self.links = {peer: Link(Edge(shadow, window, peer=peer)) for peer in peers}
         self.ending = Ending(rank, shadow, self.members, retry=timing.retry)
         self.counters: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
@@ -118,6 +120,7 @@ class Courier:
         self.evicted_by: set[int] = set()
         self._complained: set[tuple[str, int]] = set()
         self._fetch_count = 0
+        self._readings = 0  # how often the shadow was read for somebody else
 
     # ---- the loop
 
@@ -219,22 +222,25 @@ class Courier:
                 self._advance(peer)
 
     def consensus(self, out: Array, pending: Pending) -> None:
-        def use(chunk: int, values: dict[int, Array]) -> None:
-            average(self.shadow, chunk, {**values, self.rank: self.shadow.read(chunk).value}, out)
+        def use(chunk: int, values: Answers) -> None:
+            mine = self.shadow.read(chunk, pack_readings(Record.MEAN, chunk, values.serials)).value
+            average(self.shadow, chunk, {**values, self.rank: mine}, out)
 
         self._fetch_count += 1
         self._open(Topic.SHADOW, self._fetch_count, self.members.alive(), use, pending)
 
     def lockstep(self, number: int, weights: dict[int, float], pending: Pending) -> None:
+        self.shadow.note(pack_readings(Record.ROUND, number, dict.fromkeys(weights, 0)))
         start = self._rounds[number] = self.shadow.flat()
         for old in [r for r in self._rounds if r <= number - KEPT_ROUNDS]:
             del self._rounds[old]
 
-        def use(chunk: int, values: dict[int, Array]) -> None:
+        def use(chunk: int, values: Answers) -> None:
             mine = self.shadow.slice(chunk, start)
             for rank in sorted(values):
+                note = pack(Record.MIX, rank, chunk, number, weights[rank])
                 self.shadow.move(
-                    chunk, weights[rank], mine=mine, theirs=values[rank], snapshot=self.shadow.boundaries
+                    chunk, weights[rank], mine=mine, theirs=values[rank], snapshot=self.shadow.boundaries, note=note
                 )  # fmt: skip
 
         for peer, chunk in sorted(self._parked.pop(number, ())):
@@ -336,7 +342,7 @@ class Courier:
             self._answer(header)
         elif header.kind == Kind.VALUE and value is not None:
             for fetch in [*self.fetches, *([self.ending.fetch] if self.ending.fetch else [])]:
-                fetch.receive(peer, header.topic, header.tag, header.chunk, value)
+                fetch.receive(peer, header.topic, header.tag, header.chunk, value, serial=header.una)
                 self._settle(fetch)
         elif header.kind == Kind.BYE:
             self._gone(peer, State.LEFT, "it left")
@@ -362,8 +368,9 @@ class Courier:
     def _answer(self, header: Header) -> None:
         peer, topic, tag, chunk = header.source, header.topic, header.tag, header.chunk
         if topic == Topic.SHADOW:
+            buffer = self.shadow.read(chunk, self._note_reading(chunk))
             self._send_buffer(
-                self._header(Kind.VALUE, peer, topic=topic, tag=tag, chunk=chunk), self.shadow.read(chunk)
+                self._header(Kind.VALUE, peer, topic=topic, tag=tag, chunk=chunk, una=self._readings), buffer
             )
         elif topic == Topic.ROUND:
             if tag in self._rounds:
@@ -371,9 +378,14 @@ class Courier:
             elif tag <= max(self._rounds, default=0) + KEPT_ROUNDS:
                 self._parked.setdefault(tag, set()).add((peer, chunk))
         elif topic in (Topic.FINAL, Topic.RESULT):
-            value = self.ending.answer(topic, tag, chunk)
+            value = self.ending.answer(topic, tag, chunk, self._note_reading(chunk))
             if value is not None:
-                self._send_value(peer, Topic(topic), tag, chunk, value)
+                self._send_value(peer, Topic(topic), tag, chunk, value, serial=self._readings)
+
+    def _note_reading(self, chunk: int) -> bytes:
+        """The next reading of the shadow by somebody else: its number goes into the recording and onto the wire."""
+        self._readings += 1
+        return pack(Record.READ, chunk, self._readings)
 
     def _reject(self, reason: str, source: int, detail: str) -> None:
         self.rejected[reason] += 1
@@ -387,6 +399,7 @@ class Courier:
         """A peer is lost: drop its edge, say once what stays in doubt, go on without it."""
         if not self.members.remove(peer, state):
             return
+        self.shadow.note(pack(Record.GONE, peer, state is State.DEAD))
         link = self.links[peer]
         doubt = link.edge.drop()
         if link.transfer is not None:
@@ -441,10 +454,9 @@ class Courier:
         else:
             self._send_frame(header, message.value)
 
-    def _send_value(self, peer: int, topic: Topic, tag: int, chunk: int, value: Array) -> None:
-        self._send_buffer(
-            self._header(Kind.VALUE, peer, topic=topic, tag=tag, chunk=chunk), self.shadow.buffer(chunk, value)
-        )
+    def _send_value(self, peer: int, topic: Topic, tag: int, chunk: int, value: Array, serial: int = 0) -> None:
+        header = self._header(Kind.VALUE, peer, topic=topic, tag=tag, chunk=chunk, una=serial)
+        self._send_buffer(header, self.shadow.buffer(chunk, value))
 
     def _send_buffer(self, header: Header, buffer: Buffer) -> None:
         self._send_frame(header, buffer)

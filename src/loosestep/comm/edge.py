@@ -26,6 +26,8 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from loosestep.comm.wire import Kind
+from loosestep.trace.recording import Kind as Record
+from loosestep.trace.recording import pack
 
 Array = NDArray[Any]
 
@@ -47,8 +49,10 @@ class Vector(Protocol):
 
     boundaries: int
 
-    def read(self, chunk: int) -> Any: ...
-    def move(self, chunk: int, weight: float, *, mine: Array, theirs: Array, snapshot: int) -> Moved: ...
+    def read(self, chunk: int, note: bytes = b"") -> Any: ...
+    def move(
+        self, chunk: int, weight: float, *, mine: Array, theirs: Array, snapshot: int, note: bytes = b""
+    ) -> Moved: ...
     def give(self, buffer: Any) -> None: ...
 
 
@@ -100,8 +104,8 @@ class _Chunk:
 class Edge:
     """This end of the edge to one peer. At most `window` pairs are pending and twice as many cached."""
 
-    def __init__(self, shadow: Vector, window: int) -> None:
-        self.window = window
+    def __init__(self, shadow: Vector, window: int, *, peer: int = 0) -> None:
+        self.window, self._peer = window, peer
         self.pending = 0
         self.cached = 0
         self.square = 0.0  # running mean square difference to the peer
@@ -121,10 +125,13 @@ class Edge:
         if self.cached >= 2 * self.window or len(state.cache) > 1:
             return self._ping(chunk if state.cache else None)
         state.seen += 1
-        buffer = self._shadow.read(chunk)
+        buffer = self._take(chunk, state.seen)
         state.pend[state.seen] = Pair(buffer, weight, self._shadow.boundaries)
         self.pending += 1
         return self._request(chunk, state.seen)
+
+    def _take(self, chunk: int, q: int) -> Any:
+        return self._shadow.read(chunk, pack(Record.TAKE, self._peer, chunk, q))
 
     def _ping(self, chunk: int | None = None) -> Message:
         if chunk is None:
@@ -172,7 +179,7 @@ class Edge:
             return []
         if self.cached >= 2 * self.window:
             return [self._ping()]  # the peer repeats its request
-        self._apply(state, message, Pair(self._shadow.read(chunk), message.weight, self._shadow.boundaries))
+        self._apply(state, message, Pair(self._take(chunk, q), message.weight, self._shadow.boundaries))
         state.seen = max(state.seen, q)
         return [self._reply(state, chunk, q)]
 
@@ -184,7 +191,12 @@ class Edge:
         # The cache keeps the weight that was used: a repeated request is answered with exactly this pair.
         pair.weight = min(pair.weight, message.weight)
         moved = self._shadow.move(
-            message.chunk, pair.weight, mine=pair.buffer.value, theirs=message.value, snapshot=pair.snapshot
+            message.chunk,
+            pair.weight,
+            mine=pair.buffer.value,
+            theirs=message.value,
+            snapshot=pair.snapshot,
+            note=pack(Record.FOLD, self._peer, message.chunk, message.q, pair.weight),
         )
         pair.moved = moved.total
         self.square += 0.1 * (moved.square - self.square) if self.applied else moved.square

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loosestep.comm.fetch import Fetch
+from loosestep.comm.fetch import Answers, Fetch
 from loosestep.comm.members import Members
 from loosestep.comm.shadow import Shadow
 from loosestep.comm.wire import Flags, Topic
+from loosestep.trace.recording import Kind as Record
+from loosestep.trace.recording import pack, pack_readings
 
 Array = NDArray[Any]
 
@@ -66,6 +68,7 @@ class Ending:
             self._collect(present)
         if self.fetch is not None and self.fetch.done:
             self.fetch, self.holds = None, True
+            self._shadow.note(pack(Record.HOLD))
 
     def _read_from(self, holder: int) -> None:
         if not self._fetching(Topic.RESULT) or not self.fetch_ranks() <= self._members.present():
@@ -84,29 +87,31 @@ class Ending:
         self.promised = self.highest = (self.highest // _RANKS + 1) * _RANKS + self._rank
         self._start(Topic.FINAL, present, self._average)
 
-    def _start(self, topic: Topic, ranks: set[int], use: Callable[[int, dict[int, Array]], None]) -> None:
+    def _start(self, topic: Topic, ranks: set[int], use: Callable[[int, Answers], None]) -> None:
         if self.result is None:
             self.result = np.empty(self._shadow.size, dtype=self._shadow.dtype)
         self.fetch = Fetch(topic, self.promised, ranks, chunks=self._shadow.chunks, use=use, retry=self._retry)
 
-    def _keep(self, chunk: int, values: dict[int, Array]) -> None:
-        (value,) = values.values()
+    def _keep(self, chunk: int, values: Answers) -> None:
+        ((holder, value),) = values.items()
+        self._shadow.note(pack(Record.KEEP, chunk, holder))
         assert self.result is not None
         self._shadow.slice(chunk, self.result)[:] = value
 
-    def _average(self, chunk: int, values: dict[int, Array]) -> None:
+    def _average(self, chunk: int, values: Answers) -> None:
         assert self.result is not None
-        average(self._shadow, chunk, {**values, self._rank: self._shadow.read(chunk).value}, self.result)
+        mine = self._shadow.read(chunk, pack_readings(Record.FINAL, chunk, values.serials)).value
+        average(self._shadow, chunk, {**values, self._rank: mine}, self.result)
 
-    def answer(self, topic: int, view: int, chunk: int) -> Array | None:
-        """The value to send for an ASK; None when there is none to give."""
+    def answer(self, topic: int, view: int, chunk: int, note: bytes = b"") -> Array | None:
+        """The value to send for an ASK; None when there is none to give. `note`: written down if the shadow is read."""
         if topic == Topic.RESULT:
             return self._shadow.slice(chunk, self.result) if self.holds and self.result is not None else None
         if view < self.promised or not self.drained:
             return None
         if view > self.promised:
             self.promised, self.fetch = view, None  # what was asked for under an older view is refused from here on
-        return self._shadow.read(chunk).value
+        return self._shadow.read(chunk, note).value
 
 
 def average(shadow: Shadow, chunk: int, values: dict[int, Array], out: Array) -> None:

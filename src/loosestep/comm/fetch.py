@@ -17,6 +17,14 @@ from loosestep.comm.wire import Topic
 Array = NDArray[Any]
 
 
+class Answers(dict[int, Array]):
+    """Values by rank; `serials` say which reading of a peer's shadow each of them is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.serials: dict[int, int] = {}
+
+
 class Fetch:
     """Collects every chunk of (topic, tag) from `ranks`; `use(chunk, {rank: value})` runs once per complete chunk."""
 
@@ -27,14 +35,14 @@ class Fetch:
         ranks: Iterable[int],
         *,
         chunks: int,
-        use: Callable[[int, dict[int, Array]], None],
+        use: Callable[[int, Answers], None],
         window: int = 2,
         retry: float = 1.0,
     ) -> None:
         self.topic, self.tag, self.ranks = topic, tag, set(ranks)
         self._use, self._window, self._retry = use, window, retry
         self._waiting = list(range(chunks - 1, -1, -1))
-        self._open: dict[int, dict[int, Array]] = {}
+        self._open: dict[int, Answers] = {}
         self._asked: dict[tuple[int, int], float] = {}
         self._advance()
 
@@ -49,7 +57,7 @@ class Fetch:
             for chunk in complete:
                 self._use(chunk, self._open.pop(chunk))
             while self._waiting and len(self._open) < self._window:
-                self._open[self._waiting.pop()] = {}
+                self._open[self._waiting.pop()] = Answers()
             if not self._open or not any(self.ranks <= values.keys() for values in self._open.values()):
                 return
 
@@ -69,12 +77,13 @@ class Fetch:
         missing = [(rank, chunk) for chunk, values in self._open.items() for rank in self.ranks - values.keys()]
         return min((self._asked.get(key, 0.0) + self._retry for key in missing), default=None)
 
-    def receive(self, rank: int, topic: int, tag: int, chunk: int, value: Array) -> None:
+    def receive(self, rank: int, topic: int, tag: int, chunk: int, value: Array, *, serial: int = 0) -> None:
         if (topic, tag) != (self.topic, self.tag) or rank not in self.ranks:
             return
         values = self._open.get(chunk)
         if values is not None and rank not in values:
             values[rank] = value.copy()
+            values.serials[rank] = serial
             self._asked.pop((rank, chunk), None)
             self._advance()
 
@@ -83,4 +92,5 @@ class Fetch:
         self.ranks.discard(rank)
         for values in self._open.values():
             values.pop(rank, None)
+            values.serials.pop(rank, None)
         self._advance()

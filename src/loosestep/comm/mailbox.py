@@ -38,6 +38,9 @@ from loosestep.comm.members import State
 from loosestep.comm.shadow import Fold, Shadow
 from loosestep.comm.transport import Curve, Transport
 from loosestep.comm.wire import HEADER_BYTES, Header, Wire, curve_pair, derive, key_bytes
+from loosestep.trace.recorder import Recorder
+from loosestep.trace.recording import Kind as Record
+from loosestep.trace.recording import pack
 
 Array = NDArray[Any]
 
@@ -74,6 +77,7 @@ class Mailbox:
         timing: Timing | None = None,
         lose: Callable[[Header], bool] | None = None,
         allocate: Callable[..., Array] = np.empty,
+        tape: Recorder | None = None,
     ) -> None:
         if rank not in world or len(set(world)) != len(world):
             raise ValueError(f"rank {rank} must be in world, each rank once; got world={list(world)}")
@@ -88,6 +92,9 @@ class Mailbox:
         chunk_bytes, window = in_flight(sum(p.numel() * max(4, p.element_size()) for p in params), len(peers))
         self.rank, self.world = rank, tuple(world)
         self._shadow = Shadow(params, chunk_bytes=chunk_bytes, allocate=allocate)
+        if tape is not None:
+            tape.number(chunk_bytes)
+            self._shadow.tape = tape
         session = secrets.token_hex(8)
         largest = self._shadow.largest_chunk_bytes
         wire = Wire(
@@ -194,19 +201,18 @@ class Mailbox:
 
     @property
     def consensus_distance(self) -> float:
-        """Estimate of the root mean square distance to the mean, from the differences exchanges saw: for a random
-        pair, E|y_i - y_j|^2 = 2 n/(n-1) E|y_i - mean|^2."""
-        squares = [link.edge.square for link in self._courier.links.values() if link.edge.applied]
-        n = len(squares) + 1
-        return (sum(squares) / len(squares) * (n - 1) / (2 * n)) ** 0.5 if squares else 0.0
+        """Estimate of the root mean square distance to the mean, from the differences exchanges saw."""
+        return spread([link.edge.square for link in self._courier.links.values() if link.edge.applied])
 
     # ---- the average model
 
     def consensus(self, timeout: float = 60.0) -> Array:
         """The flat mean of all live shadows. The peers go on; a peer that dies meanwhile is left out."""
         out, pending = np.empty(self._shadow.size, dtype=self._shadow.dtype), Pending()
+        self._shadow.note(pack(Record.CONSENSUS))
         self._do(lambda: self._courier.consensus(out, pending))
         self._wait(pending, timeout, "the consensus")
+        self._shadow.note(pack(Record.AGREED))
         return out
 
     def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
@@ -223,6 +229,7 @@ class Mailbox:
                 "part of their result. Raise deadline= if it may pause for so long"
             )
         assert courier.ending.result is not None
+        self._shadow.note(pack(Record.ASSIGN))
         self._shadow.assign(params, courier.ending.result)
 
     # ---- costs
@@ -281,6 +288,13 @@ def require_key(host: str, key: bytes | None) -> None:
             f"{host} is not a loopback address, so gossip needs a run key: pass key= or set LOOSESTEP_KEY to the same "
             "secret (at least 16 bytes) on every rank"
         )
+
+
+def spread(squares: list[float]) -> float:
+    """The root mean square distance to the mean that goes with mean square differences to some peers: for a random pair,
+    E|y_i - y_j|^2 = 2 n/(n-1) E|y_i - mean|^2."""
+    n = len(squares) + 1
+    return (sum(squares) / len(squares) * (n - 1) / (2 * n)) ** 0.5 if squares else 0.0
 
 
 def in_flight(model_bytes: int, peers: int) -> tuple[int, int]:

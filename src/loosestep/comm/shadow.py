@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from loosestep.comm.edge import Moved, NotFiniteError
 from loosestep.comm.wire import HEADER_BYTES
+from loosestep.trace.recording import Kind, pack
 
 Array = NDArray[Any]
 
@@ -58,11 +59,18 @@ class _Chunk:
     stop: int
     segments: list[tuple[int, int, int, int]]  # tensor, start in it, stop in it, start in the flat vector
     dirty: bool = False
+    crossed: int = 0  # the last boundary that has passed this chunk
     snapshots: list[int] = field(default_factory=list)  # boundaries at which the landed exchanges were snapshot
 
 
+class Writer(Protocol):
+    """Where a shadow writes down what happens to it."""
+
+    def write(self, body: bytes, behind: bool = False) -> None: ...
+
+
 class Shadow:
-    """One flat vector over a list of tensors, in chunks."""
+    """One flat vector over a list of tensors, in chunks. With a `tape`, every `note` is written to it under the lock."""
 
     def __init__(
         self, params: Sequence[torch.Tensor], *, chunk_bytes: int = 1 << 20, allocate: Callable[..., Array] = np.empty
@@ -75,6 +83,9 @@ class Shadow:
         self.size = sum(self.sizes)
         self.lock = threading.Lock()
         self.boundaries = 0
+        self.tape: Writer | None = None
+        self._opened = 0
+        self._boundary: _Boundary | None = None
         self._base = allocate(self.size, dtype=self.dtype)
         self._delta = allocate(self.size, dtype=self.dtype)
         per_chunk = max(1, chunk_bytes // self.dtype.itemsize)
@@ -98,13 +109,23 @@ class Shadow:
     def length(self, chunk: int) -> int:
         return self._chunks[chunk].stop - self._chunks[chunk].start
 
-    def read(self, chunk: int) -> Buffer:
+    def read(self, chunk: int, note: bytes = b"") -> Buffer:
         """A copy of y[chunk]."""
         part = self._chunks[chunk]
         buffer = self._take(part.stop - part.start)
         with self.lock:
             self._into(part, buffer.value)
+            self._write(note, part.crossed < self._opened)
         return buffer
+
+    def note(self, note: bytes) -> None:
+        """Write down something that concerns no chunk."""
+        with self.lock:
+            self._write(note)
+
+    def _write(self, note: bytes, behind: bool = False) -> None:
+        if self.tape is not None and note:
+            self.tape.write(note, behind)
 
     def read_into(self, chunk: int, out: Array) -> None:
         """out[chunk] <- y[chunk] in a flat vector."""
@@ -128,7 +149,7 @@ class Shadow:
         else:
             np.copyto(out, self._base[span])
 
-    def move(self, chunk: int, weight: float, *, mine: Array, theirs: Array, snapshot: int) -> Moved:
+    def move(self, chunk: int, weight: float, *, mine: Array, theirs: Array, snapshot: int, note: bytes = b"") -> Moved:
         """delta[chunk] += weight (theirs - mine); refused as a whole when `theirs` is not finite."""
         part = self._chunks[chunk]
         difference = self._difference[: part.stop - part.start]
@@ -144,6 +165,7 @@ class Shadow:
         with self.lock:
             self._add(part, difference)
             part.snapshots.append(snapshot)
+            self._write(note, part.crossed < self._opened)
         return Moved(weight * total, square)
 
     def _add(self, part: _Chunk, amount: Array) -> None:
@@ -156,27 +178,47 @@ class Shadow:
 
     def boundary(self, params: Sequence[torch.Tensor]) -> Fold:
         """y += u;  x <- y, chunk by chunk, each under the lock."""
-        begun = time.perf_counter()
-        views = self._views.of(params)
-        fold, total = Fold(), 0
-        for index, part in enumerate(self._chunks):
-            with self.lock:
-                if part.dirty:
-                    views.fold(index)
-                    part.dirty = self._rounds
-                else:
-                    views.adopt(index)
-                landed, part.snapshots = part.snapshots, []
-            if landed:
-                ages = [self.boundaries + 1 - snapshot for snapshot in landed]
-                fold.chunks += len(ages)
-                fold.staleness_max = max(fold.staleness_max, max(ages))
-                total += sum(ages)
-        views.write_back(params)
+        self.open_boundary(params)
+        for chunk in range(self.chunks):
+            self.cross(chunk)
+        return self.close_boundary(params)
+
+    def open_boundary(self, params: Sequence[torch.Tensor]) -> None:
+        """The first part of a boundary: from here on every chunk is crossed, in any order."""
+        self._boundary = _Boundary(self._views.of(params), time.perf_counter())
+        with self.lock:
+            self._opened += 1
+            self._write(pack(Kind.BOUNDARY))
+
+    def cross(self, chunk: int) -> None:
+        """y += u;  x <- y for one chunk, unless this boundary has passed it already."""
+        part, boundary = self._chunks[chunk], self._boundary
+        if boundary is None or part.crossed == self._opened:
+            return
+        with self.lock:
+            if part.dirty:
+                boundary.views.fold(chunk)
+                part.dirty = self._rounds
+            else:
+                boundary.views.adopt(chunk)
+            part.crossed = self._opened
+            landed, part.snapshots = part.snapshots, []
+        boundary.ages += [self.boundaries + 1 - snapshot for snapshot in landed]
+
+    def close_boundary(self, params: Sequence[torch.Tensor]) -> Fold:
+        """The last part of a boundary: all chunks are crossed."""
+        assert self._boundary is not None
+        boundary, self._boundary = self._boundary, None
+        boundary.views.write_back(params)
         self.boundaries += 1
-        fold.staleness_mean = total / fold.chunks if fold.chunks else 0.0
-        fold.seconds = time.perf_counter() - begun
-        return fold
+        self.note(pack(Kind.LANDED))
+        ages = boundary.ages
+        return Fold(
+            chunks=len(ages),
+            staleness_mean=sum(ages) / len(ages) if ages else 0.0,
+            staleness_max=max(ages, default=0),
+            seconds=time.perf_counter() - boundary.begun,
+        )
 
     def assign(self, params: Sequence[torch.Tensor], flat: Array) -> None:
         """x <- flat and y <- flat: the parameters and the shadow become this vector."""
@@ -209,6 +251,15 @@ class Shadow:
         """Take a buffer back that no edge refers to any more."""
         if buffer.value.nbytes == self._whole and len(self._free) < 4:
             self._free.append(buffer)
+
+
+@dataclass(slots=True)
+class _Boundary:
+    """A boundary under way."""
+
+    views: _Views
+    begun: float
+    ages: list[int] = field(default_factory=list)
 
 
 class _Views:
