@@ -1,13 +1,13 @@
 """The recording of one rank: what its shadow did and what its compute thread asked for, in their one exact order.
 
     file     MAGIC, header (a record whose body is JSON), records
-    record   length (1 byte; 255: 4 more bytes say it), body, check (2 bytes)
+    record   length (1 byte; 255: 4 more bytes say it), body, check (4 bytes)
     body     kind (1 byte), fields; the kind's highest bit says that the step boundary under way had not reached the
              chunk yet
 
-`check` is cut from the CRC-32 of all bodies up to here, so a changed byte is noticed there or at one of the next records.
-A record is written in one call, before the message it explains leaves: a rank that is killed leaves whole records, and a
-last one that is torn is cut off.
+`check` is the CRC-32 of all bodies up to here: a changed byte is noticed, and so is a record that is missing. A record is
+written in one call, before the message it explains leaves: a rank that is killed leaves whole records, and a last one that
+is torn is cut off.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def frame(body: bytes, crc: int) -> tuple[bytes, int]:
     """A body as it is written, after records whose checks came to `crc`; and what they come to now."""
     crc = zlib.crc32(body, crc)
     length = bytes([len(body)]) if len(body) < _LONG else struct.pack("<BI", _LONG, len(body))
-    return length + body + (crc & 0xFFFF).to_bytes(2, "little"), crc
+    return length + body + crc.to_bytes(4, "little"), crc
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,8 @@ def _body(data: bytes, position: int, crc: int) -> tuple[bytes, int, int] | None
             return None
         length, begin = int.from_bytes(data[begin : begin + 4], "little"), begin + 4
     end = begin + length
-    if len(data) < end + 2:
+    if len(data) < end + 4:
         return None
     body = data[begin:end]
     crc = zlib.crc32(body, crc)
-    return body, end + 2, crc if (crc & 0xFFFF).to_bytes(2, "little") == data[end : end + 2] else -1
+    return body, end + 4, crc if crc.to_bytes(4, "little") == data[end : end + 4] else -1

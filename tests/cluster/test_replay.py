@@ -1,0 +1,76 @@
+"""Record and replay of free-running gossip: real processes, a straggler, a kill -9; bit for bit at every step."""
+
+import shutil
+
+import pytest
+import replay_worker
+from mailbox_gang import start_server
+
+from loosestep.trace.recording import Kind, Recording, rank_file
+
+SLOW_AND_KILLED = {"slow": {1: 8}, "kill": {2: 25}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    start_server()
+
+
+def both(folder, **options):
+    original = replay_worker.ranks(folder, replay=False, **options)
+    return original, replay_worker.ranks(folder, replay=True, **options)
+
+
+def assert_same(original, replayed, killed=()):
+    for rank, (first, second) in enumerate(zip(original, replayed, strict=True)):
+        if rank in killed:  # it may have died between a step and the line about it
+            assert second[-1][0] == "ends"
+            assert "it was killed" in second[-1][1]
+            assert len(first) - 1 <= len(second[:-1]) <= len(first) + 1
+            first, second = first[: len(second) - 1], second[: len(first)]
+        assert second == first, f"rank {rank}"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", ["adpsgd:topology=random-ring", "adpsgd:topology=pairs,rate=2"])
+def test_a_run_with_a_straggler_and_a_kill_is_replayed_bit_for_bit_at_every_step(strategy, tmp_path):
+    options = {"strategy": strategy, "nodes": 4, "steps": 60, **SLOW_AND_KILLED}
+    original, replayed = both(tmp_path, **options)
+    assert_same(original, replayed, killed=(2,))
+    assert all(lines[-1][2] == [2] for rank, lines in enumerate(original) if rank != 2)  # really killed, really noticed
+    recordings = [Recording.read(tmp_path / "recording", rank) for rank in range(4)]
+    folds = [sum(record.kind is Kind.FOLD for record in recording.records()) for recording in recordings]
+    assert min(folds) > 10  # and really asynchronous: the slow one was averaged many times a step
+
+
+@pytest.mark.timeout(240)
+def test_nodes_that_gossip_shard_by_shard_are_replayed_bit_for_bit(tmp_path):
+    original, replayed = both(
+        tmp_path, strategy="adpsgd:replica=node", nodes=2, ranks_per_node=2, steps=40, slow={3: 3}, look=False
+    )
+    assert_same(original, replayed)
+
+
+@pytest.mark.timeout(240)
+def test_a_node_that_dies_ends_its_replay_where_it_ended(tmp_path):
+    options = {"strategy": "adpsgd:replica=node", "nodes": 2, "ranks_per_node": 2, "steps": 60, "look": False}
+    original, replayed = both(tmp_path, kill={3: 25}, **options)
+    assert_same(original[:2], replayed[:2])  # the other node goes on
+    assert original[2][-1][0] == "lost"
+    assert replayed[2][-1][0] in ("ends", "lost")
+    steps = min(len(original[2]), len(replayed[2])) - 1
+    assert abs(len(original[2]) - len(replayed[2])) <= 1
+    assert original[2][:steps] == replayed[2][:steps]
+
+
+@pytest.mark.timeout(240)
+def test_a_recording_of_which_one_record_was_changed_is_noticed(tmp_path):
+    options = {"strategy": "adpsgd", "nodes": 2, "steps": 15}
+    replay_worker.ranks(tmp_path, replay=False, **options)
+    path = rank_file(tmp_path / "recording", 1)
+    shutil.copy(path, tmp_path / "whole")
+    damaged = bytearray(path.read_bytes())
+    damaged[-40] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="is damaged at byte"):
+        Recording.read(tmp_path / "recording", 1)
