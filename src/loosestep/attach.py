@@ -167,7 +167,7 @@ def _tape(world: World, strategy: Strategy, replica: Replica, *, record: Path | 
         free = strategy.gossip and strategy.learner == "rank"
         everybody = range(world.topology.world) if not strategy.gossip else world.topology.mates(world.rank)
         until = replay.until.step if replay.until is not None and replay.until.rank == world.rank else None
-        values = StoreValues(world.connect(), world.rank)
+        values = StoreValues(world.connect, world.rank)
         recording = Recording.read(replay.folder, world.rank)
         return Player(recording, values, rank=world.rank, together=() if free else everybody, until=until)
     if record is None:

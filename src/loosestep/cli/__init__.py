@@ -4,6 +4,7 @@ import typer
 
 from loosestep.cli import lab, launch
 from loosestep.cli.compare import compare
+from loosestep.cli.replay import replay
 from loosestep.cli.report import report
 from loosestep.cli.resume import resume
 from loosestep.cli.train import train
@@ -12,6 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="Asynchronous, decentralised data-p
 
 app.command("train")(train)
 app.command("compare")(compare)
+app.command("replay")(replay)
 app.command("report")(report)
 app.command("resume")(resume)
 

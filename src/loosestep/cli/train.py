@@ -89,6 +89,9 @@ def train(
     deadline: Annotated[
         float | None, typer.Option(help="Seconds without a sign after which a rank is lost. (60)")
     ] = None,
+    record: Annotated[
+        bool | None, typer.Option("--record", help="Write down what was folded when, for: loosestep replay RUN.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Of the run's folder; without, recipe, strategy and time.")] = None,
     runs: Runs = Path("runs"),
     options: Annotated[
@@ -108,7 +111,7 @@ def train(
             "recipe": recipe, "strategy": strategy, "nodes": nodes, "ranks_per_node": ranks_per_node,
             "data": None if data is None else str(data), "gradients": gradients, "epochs": epochs, "lr": lr, "seed": seed,
             "device": device, "bandwidth": bandwidth, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every,
-            "keep": keep, "deadline": deadline,
+            "keep": keep, "deadline": deadline, "record": record,
         }  # fmt: skip
         wanted = gather(given, config, settings or [], batch)
         if options:

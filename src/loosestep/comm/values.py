@@ -6,7 +6,7 @@ folds it waits for that name: so timing has no say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-PATIENCE = timedelta(seconds=0.5)  # between two looks whether a value can still come
+PATIENCE = timedelta(seconds=5)  # between two looks whether a value can still come
 
 
 class ReplayError(RuntimeError):
@@ -50,14 +50,15 @@ class Values(Protocol):
 
 
 class StoreValues:
-    """Values in a torch.distributed store: a TCPStore between processes, a HashStore between threads.
+    """Values in a torch.distributed store, between processes.
 
-    `store` must be a connection of this object's own: waiting on it blocks everybody else who uses it.
+    `connect` makes connections of this object's own: waiting on one blocks everybody else who uses it.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store: Any = dist.PrefixStore("replay", store)  # takes bytes, whatever its annotations say
+    def __init__(self, connect: Callable[[], dist.Store], rank: int) -> None:
         self._rank = rank
+        self._store: Any = dist.PrefixStore("replay", connect())  # takes bytes, whatever its annotations say
+        self._control: Any = dist.PrefixStore("replay", connect())
 
     def put(self, name: str, value: Array) -> None:
         """Leave a value for the one who will take it."""
@@ -89,7 +90,7 @@ class StoreValues:
 
     def fail(self, reason: str) -> None:
         """This rank cannot go on; tell those who wait."""
-        self._store.set("failed", f"rank {self._rank}: {reason}")
+        self._control.set("failed", f"rank {self._rank}: {reason}")
 
     def wait_for_end_of(self, ranks: Iterable[int], timeout: float) -> None:
         """Until these have nothing more to give, or somebody has failed, or the time is over."""

@@ -142,6 +142,7 @@ class Player:
         record = self.mark(Kind.STEPPED, Kind.CHECKED)
         if record.kind is Kind.CHECKED:
             self._check(record.fields[1], digest())
+            self.checked += 1
         if self.steps == self._until:
             self.digest = digest()
             raise ReplayStopped(f"rank {self.rank} is at step {self.steps}")
@@ -192,7 +193,6 @@ class Player:
                 f"{recorded:016x}; identical up to {since}.{self._suspicion()}"
             )
         self._same = self.steps
-        self.checked += 1
 
     def _suspicion(self) -> str:
         changes = changed_circumstances(self.header)

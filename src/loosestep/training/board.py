@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,16 +19,20 @@ from loosestep.comm.pulse import connect
 from loosestep.recipes import Schedule
 from loosestep.training.config import TrainingError
 
+Recorded = Callable[[Callable[[], Any]], Any]
+
 _boards = itertools.count()  # every rank trains in the same order, so the numbers agree
 
 
 class Board:
     """What the ranks of a run post for each other."""
 
-    def __init__(self, rank: int, *, world: int, deadline: float, gossip: bool) -> None:
+    def __init__(self, rank: int, *, world: int, deadline: float, gossip: bool, recorded: Recorded) -> None:
+        """`recorded`: what makes readings that depend on time the same in a replay."""
         shared = connect(dist.distributed_c10d._get_default_store(), timeout=deadline)
         self._store = dist.PrefixStore(f"loosestep/training/{next(_boards)}", shared)
         self._rank, self._world, self._deadline, self._gossip = rank, world, deadline, gossip
+        self._recorded = recorded
         self.round = 0
         self.posted: float | None = None
 
@@ -71,9 +76,17 @@ class Board:
     def _follow(self, loss: float, schedule: Schedule) -> None:
         self._store.set(f"latest/{self._rank}", repr(loss))
         if self._rank == 0:
-            keys = [f"latest/{rank}" for rank in range(self._world)]
-            values = [float(self._store.get(key)) for key in keys if self._store.check([key])]
+            values = self._recorded(self._latest)
             schedule.observe(sum(values) / len(values))
             self._store.set("schedule", json.dumps(schedule.state_dict()))
-        elif self._store.check(["schedule"]):
-            schedule.load_state_dict(json.loads(self._store.get("schedule")))
+        else:
+            state = self._recorded(self._posted_schedule)
+            if state is not None:
+                schedule.load_state_dict(state)
+
+    def _latest(self) -> list[float]:
+        keys = [f"latest/{rank}" for rank in range(self._world)]
+        return [float(self._store.get(key)) for key in keys if self._store.check([key])]
+
+    def _posted_schedule(self) -> Any:
+        return json.loads(self._store.get("schedule")) if self._store.check(["schedule"]) else None

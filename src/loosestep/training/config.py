@@ -41,6 +41,7 @@ class Config:
     checkpoint_every: int | None = None
     keep: int = 3
     deadline: float = 60.0
+    record: bool = False
     generation: int = 0
     command: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -169,6 +170,8 @@ def _key(name: str) -> str:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
+    if wanted is bool:
+        return isinstance(value, bool)
     accepted: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}
     for kind, types in accepted.items():
         if wanted in (kind, kind | None):
@@ -181,6 +184,8 @@ def _kind(wanted: Any) -> str:
         return "a whole number"
     if wanted in (float, float | None):
         return "a number"
+    if wanted is bool:
+        return "true or false"
     return "a text" if wanted in (str, str | None) else "a table"
 
 

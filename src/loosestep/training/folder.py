@@ -3,6 +3,7 @@
     config.toml      what the run is            trace.jsonl     every event of every rank, in order of time
     metrics.jsonl    progress and evaluations   checkpoint/     states to resume from, and the final model
     report.html      a page to look at          timeline.json   the same events for Perfetto or Chrome
+    recording/       what each rank folded      replay/         the run again, from its recording
 
 While a run goes on each rank writes `trace/rank-N.jsonl`; they become `trace.jsonl` when it is complete.
 """
@@ -62,6 +63,14 @@ class RunFolder:
     @property
     def timeline_file(self) -> Path:
         return self.path / "timeline.json"
+
+    @property
+    def recording(self) -> Path:
+        return self.path / "recording"
+
+    @property
+    def replay(self) -> Path:
+        return self.path / "replay"
 
     @property
     def final_model(self) -> Path:

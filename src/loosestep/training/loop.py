@@ -79,10 +79,13 @@ class Trainer:
             task.training.schedule, total=self.total, epoch=task.order.batches_per_epoch, learners=self.world
         )
         self.checkpoints = Checkpoints(folder.checkpoints_of(config, run.rank), keep=config.keep)
-        self.board = Board(run.rank, world=self.world, deadline=config.deadline, gossip=self.gossip)
+        self.board = Board(
+            run.rank, world=self.world, deadline=config.deadline, gossip=self.gossip, recorded=run.recorded
+        )
         self.gradients, self.step = (0 if start is None else start.gradients), 0
         self.stream = task.stream(learner=run.rank, learners=self.world, taken=self.gradients)
         self.losses, self.round_losses, self.loss = Mean(), Mean(), math.nan
+        self.latest: torch.Tensor | None = None  # the loss of the step under way
         self.stats_before: dict[str, float] = {}
         self.base = 0  # gradients that the run does not count, because other ranks made them
         self.clock = Clock()
@@ -104,6 +107,7 @@ class Trainer:
             schedules.apply(self.schedule, self.optimizer, lr=self.lr, gradients=self.gradients)
             loss = self.task.loss(self.model, batch)
             loss.backward()
+            self.latest = loss.detach()
             if self.task.training.clip is not None:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.training.clip)
             self.optimizer.step()

@@ -12,17 +12,20 @@ import torch
 from loosestep.attach import attach
 from loosestep.checkpoint import CheckpointError, restore_model
 from loosestep.comm.base import CommError
+from loosestep.comm.values import ReplayError
 from loosestep.recipes import RecipeError, find_recipe
 from loosestep.run import Run
 from loosestep.topology import detect_launch
+from loosestep.trace.recording import rank_file
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import Journal, RunFolder
 from loosestep.training.loop import Diverged, Tell, Trainer, describe_run
+from loosestep.training.replay import compared
 from loosestep.training.start import Start, find_start
+from loosestep.training.watch import DIVERGED, MARK
 
-MARK = "@loosestep "  # a line for the process that watches, not for the user
-FAILED, DIVERGED, INTERRUPTED = 1, 3, 130
-MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError)
+FAILED, INTERRUPTED = 1, 130
+MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError, ReplayError)
 
 
 def train_rank(folder: RunFolder, config: Config, tell: Tell) -> None:
@@ -39,7 +42,16 @@ def train_rank(folder: RunFolder, config: Config, tell: Tell) -> None:
         optimizer.load_state_dict(start.state["optimizer"])
     if launch.rank == 0:  # before attach: nobody writes before everybody is there
         folder.forget_metrics_after(-1 if start is None else start.gradients)
-    run = attach_to(config, model, optimizer)
+    record = folder.recording if config.record and start is None else None
+    if record is not None:  # a run that starts anew has no use for what was recorded before
+        rank_file(record, launch.rank).unlink(missing_ok=True)
+    elif config.record and launch.rank == 0:
+        tell(
+            {"kind": "warning", "text": "from here on the run is not recorded: only its part before it was resumed is"}
+        )
+    run = attach_to(config, model, optimizer, record=record)
+    if record is not None and launch.rank == 0:
+        config.write(record / folder.config_file.name)
     with Journal(folder, launch.rank, trace_bytes=_trace_bytes(start)) as journal, run:
         run.trace.sink = journal.event
         trainer = Trainer(config, task, run, folder=folder, journal=journal, start=start, tell=tell)
@@ -47,14 +59,17 @@ def train_rank(folder: RunFolder, config: Config, tell: Tell) -> None:
             described = describe_run(config, task, run.topology)
             journal.metric("begin", **{"gradients": trainer.gradients, **described})
             tell({"kind": "begin", "gradients": trainer.gradients, **described})
-        trainer.train()
-        trainer.finish()
+        with compared(trainer, tell):
+            trainer.train()
+            trainer.finish()
 
 
-def attach_to(config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Run:
+def attach_to(
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, record: Path | None = None
+) -> Run:
     """Attach; what cannot be attached is a mistake to be told in one line."""
     try:
-        return attach(model, optimizer, config.strategy, deadline=config.deadline)
+        return attach(model, optimizer, config.strategy, deadline=config.deadline, record=record or False)
     except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
         raise TrainingError(str(error)) from error
 

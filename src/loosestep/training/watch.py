@@ -14,8 +14,9 @@ from loosestep.lab import Lab, LabError
 from loosestep.launch import Job, Output, Rank, describe
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import RunFolder
-from loosestep.training.rank import DIVERGED, MARK
 
+MARK = "@loosestep "  # begins a line of a rank that is for the process that watches, not for the user
+DIVERGED = 3  # the exit code of a rank whose loss is no number any more
 Show = Callable[[dict[str, Any]], None]
 Print = Callable[[Rank, str], None]
 
@@ -51,7 +52,7 @@ def watch(folder: RunFolder, *, show: Show, print_line: Print, timeout: float | 
         first = result.first_failure
         if first is not None:
             ending.diverged = DIVERGED in result.returncodes
-            ending.problem = _explain(job.ranks[first], errors)
+            ending.problem = explain(job.ranks[first], errors)
     if ending.complete:
         folder.merge_traces()
     return ending
@@ -71,7 +72,7 @@ def _start(config: Config, command: list[str], output: Output) -> Iterator[Job]:
         yield job
 
 
-def _explain(rank: Rank, errors: dict[int, str]) -> str:
+def explain(rank: Rank, errors: dict[int, str]) -> str:
     """The first failure; of a rank that was killed without a word, what the others say about it is no news."""
     place = f"rank {rank.number} on node {rank.place.node}"
     return f"{place}: {errors.get(rank.number) or describe(rank.returncode or 0)}"

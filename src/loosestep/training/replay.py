@@ -1,0 +1,164 @@
+"""A recorded run again: every rank from its recording, compared with what it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from loosestep import checkpoint, launch
+from loosestep.comm.base import CommError
+from loosestep.launch import Rank
+from loosestep.trace.player import Player, RecordingEnds, ReplayStopped
+from loosestep.trace.recording import Kind, Recording, RecordingError
+from loosestep.trace.replay import FOLDER, UNTIL, Place
+from loosestep.training.config import Config, TrainingError, read_config
+from loosestep.training.folder import RunFolder
+from loosestep.training.loop import Tell, Trainer
+from loosestep.training.watch import MARK, Print, Show, explain
+
+NEVER = 2**62
+LOOK, GRACE = 0.2, 2.0  # seconds between two looks whether the replay is over, and after a failure
+
+
+@dataclass
+class Comparison:
+    """How a replay compares. `stopped`: what the rank said at which it was to stop; `problem`: what went wrong first."""
+
+    recordings: list[Recording]
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    stopped: dict[str, Any] | None = None
+    problem: str = ""
+
+    @property
+    def steps(self) -> int:
+        return sum(int(rank["steps"]) for rank in self.ranks.values())
+
+    @property
+    def checked(self) -> int:
+        return sum(int(rank["checked"]) for rank in self.ranks.values())
+
+    @property
+    def endings(self) -> list[str]:
+        """Of ranks that did not reach the end of the run."""
+        return [str(rank["ending"]) for _, rank in sorted(self.ranks.items()) if rank["ending"]]
+
+
+def read_recordings(folder: RunFolder) -> tuple[Config, list[Recording]]:
+    """The configuration as it was recorded, and every rank's recording; what is missing or damaged is a TrainingError."""
+    settings = folder.recording / folder.config_file.name
+    if not settings.is_file():
+        raise TrainingError(
+            f"{folder.path} was not recorded ({settings} is missing); record a run with: loosestep train --record"
+        )
+    config = read_config(settings)
+    try:
+        found = [Recording.read(folder.recording, rank) for rank in range(sum(config.counts()))]
+    except RecordingError as error:
+        raise TrainingError(str(error)) from None
+    return config, found
+
+
+def replay_run(
+    folder: RunFolder, *, until: Place | None, show: Show, print_line: Print, timeout: float = 1e9
+) -> Comparison:
+    """Train again as real processes, from the recording, in a folder of its own."""
+    config, recordings = read_recordings(folder)
+    require_place(until, recordings)
+    scratch, comparison = scratch_folder(folder, config), Comparison(recordings)
+    errors: dict[int, str] = {}
+
+    def hear(rank: Rank, line: str) -> None:
+        if not line.startswith(MARK):
+            print_line(rank, line)
+            return
+        message = json.loads(line.removeprefix(MARK))
+        if message["kind"] == "error":
+            errors[rank.number] = message["text"]
+        elif message["kind"] == "replayed":
+            comparison.ranks[rank.number] = message
+        elif message["kind"] == "stopped":
+            comparison.stopped = message
+        show(message)
+
+    env = {FOLDER: str(folder.recording.resolve()), "OMP_NUM_THREADS": str(recordings[0].header["threads"])}
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a store that is waited for long says so, again and again
+    if until is not None:
+        env[UNTIL] = str(until)
+    command = [sys.executable, "-m", "loosestep.training.rank", str(scratch.path)]
+    with launch.start(command, nodes=config.nodes, ranks_per_node=config.counts(), env=env, output=hear) as job:
+        while not job.ended(LOOK) and comparison.stopped is None and not any(rank.returncode for rank in job.ranks):
+            pass
+        job.ended(GRACE if comparison.stopped is None else 0.0)  # after a failure the others say what they know
+        failed = [rank for rank in job.ranks if rank.returncode]
+        if failed and comparison.stopped is None:
+            culprits = [rank for rank in failed if rank.number in errors] or failed
+            comparison.problem = explain(culprits[0], errors)
+        job.stop(grace=0)
+    return comparison
+
+
+def scratch_folder(folder: RunFolder, config: Config) -> RunFolder:
+    """Where the replay writes what a run writes; that of an earlier replay goes."""
+    shutil.rmtree(folder.replay, ignore_errors=True)
+    folder.replay.mkdir()
+    scratch = RunFolder(folder.replay)
+    config.but(record=False, bandwidth=None, checkpoint_every=NEVER, generation=0).write(scratch.config_file)
+    return scratch
+
+
+def require_place(until: Place | None, recordings: list[Recording]) -> None:
+    """The step to stop at must have been made."""
+    if until is None:
+        return
+    if until.rank >= len(recordings):
+        raise TrainingError(f"--until {until}: there are ranks 0 to {len(recordings) - 1}")
+    made = sum(r.kind in (Kind.STEPPED, Kind.CHECKED) for r in recordings[until.rank].records())
+    if until.step > made:
+        raise TrainingError(f"--until {until}: rank {until.rank} made {made} steps")
+
+
+@contextmanager
+def compared(trainer: Trainer, tell: Tell) -> Iterator[None]:
+    """Around the training of a rank: in a replay, say how far it was the same, and what it ended with."""
+    player = trainer.run.tape
+    if not isinstance(player, Player):
+        yield
+        return
+    ending = ""
+    try:
+        yield
+    except ReplayStopped:
+        tell({"kind": "stopped", **_save(trainer, player)})
+        return
+    except RecordingEnds as end:
+        ending = str(end)
+    except CommError as error:
+        if not player.exhausted:
+            raise
+        ending = f"the recording of rank {player.rank} ends at step {player.steps}, as the run did: {error}"
+    tell({"kind": "replayed", "rank": player.rank, "steps": player.steps, "checked": player.checked, "ending": ending})
+
+
+def _save(trainer: Trainer, player: Player) -> dict[str, Any]:
+    """The state at which a replay was to stop, in a folder to look at."""
+    path = trainer.folder.path / f"rank-{player.rank}-step-{player.steps}"
+    loss = float(trainer.latest) if trainer.latest is not None else float("nan")
+    state = {
+        "model": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "run": trainer.run.state_dict(),
+        "loss": loss,
+    }
+    checkpoint.write(path, state)
+    return {
+        "rank": player.rank,
+        "step": player.steps,
+        "digest": f"{player.digest:016x}",
+        "loss": loss,
+        "path": str(path),
+    }
