@@ -20,6 +20,7 @@ from loosestep.comm.world import World
 from loosestep.engine import Engine
 from loosestep.inside import hold_sync
 from loosestep.learner import Learner
+from loosestep.shards import local
 from loosestep.trace.recorder import digest_of
 
 VERSION = 1
@@ -174,7 +175,8 @@ class Run:
             warnings.warn(advice, stacklevel=4)
 
     def _digest(self) -> int:
-        return digest_of([*self._learner.replica.params, *self._learner.replica.floating])
+        replica = self._learner.replica
+        return digest_of([*map(local, replica.params), *replica.floating])
 
     def _count_groups(self) -> list[int]:
         return [len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups]

@@ -96,7 +96,7 @@ def ranks(folder: Path, *, replay: bool, nodes: int, ranks_per_node: int = 1, **
         for process in started:
             process.start()
         for rank, process in enumerate(started):
-            process.join(90)
+            process.join(150)
             expected = -signal.SIGKILL if rank in options.get("kill", {}) and not replay else 0
             assert process.exitcode in (0, expected), f"rank {rank} ended with {process.exitcode}"
     finally:
