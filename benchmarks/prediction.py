@@ -4,7 +4,7 @@
 
 Two nodes of two ranks in network namespaces. Compute is emulated (sleeps inside the layers, 100 ms a step, a third of it
 forward). In every round each rank first measures its machine, whatever the strategy: a step without communication, one
-pass over memory, a message around all ranks, a meeting of the node's ranks in shared memory, the payload of the link.
+pass over memory, a message around all ranks, a meeting of a node's ranks in shared memory, what the link really carries.
 Then every strategy makes a few steps. The prediction gets the medians of the former and is compared with the median of
 the latter; nothing is fitted to a strategy.
 """
@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -30,13 +31,13 @@ from loosestep.sim.cluster import Cluster
 from loosestep.sim.machine import Machine
 from loosestep.sim.timing import predict
 
+LAYERS, WIDTH, COMPUTE, SLOWER, PERIOD = 8, 256, 0.1, 3.0, 4
 BANDWIDTHS = ["100mbit", "300mbit", "1000mbit"]
 FREE = "no communication"
 VARIANTS = [
-    FREE, "allreduce", "localsgd:period=4", "daso:period=4,delay=1", "delay-by-one:replica=node",
+    FREE, "allreduce", f"localsgd:period={PERIOD}", f"daso:period={PERIOD},delay=1", "delay-by-one:replica=node",
     "adpsgd:topology=random-ring",
 ]  # fmt: skip
-LAYERS, WIDTH, COMPUTE, SLOWER = 8, 361, 0.1, 3.0
 STRAGGLER = 3
 WARMUP = 7  # an exchange of period 4 that started at step 4 has landed: none is in the air when the clock starts
 SIZES = [WIDTH * WIDTH * 4, WIDTH * 4] * LAYERS
@@ -57,8 +58,8 @@ def work() -> None:
             for variant in VARIANTS:
                 steps = settings["slow_steps" if slow else "steps"]
                 factor = SLOWER if slow and dist.get_rank() == STRAGGLER else 1.0
-                speeds = everybody(block(variant, steps=steps, factor=factor, seed=round_))
-                say(round=round_, variant=variant, slow=slow, seconds=[1 / speed for speed in speeds])
+                seconds = everybody(block(variant, steps=steps, factor=factor, seed=round_))
+                say(round=round_, variant=variant, slow=slow, seconds=seconds)
     leave()
 
 
@@ -70,49 +71,58 @@ def everybody(mine: float) -> list[float]:
 
 
 def measure(lane: Any, round_: int) -> dict[str, float]:
-    """What every strategy is made of, measured while all ranks do the same: seconds, and cores per rank."""
-    cold = [torch.zeros(1 << 20) for _ in range(16)]  # 64 MB: no cache holds them
+    """What every strategy is made of, while all ranks do the same: seconds, cores per rank, the payload of the link."""
+    rank, bytes_ = dist.get_rank(), sum(SIZES)
     row, rows = torch.zeros(10, dtype=torch.float64), torch.zeros(40, dtype=torch.float64)
-    rank, shard = dist.get_rank(), torch.zeros(sum(SIZES) // 8)
+    vector, swapped = torch.zeros(bytes_ // 4), torch.zeros(bytes_ // 4)
     store = dist.PrefixStore(f"meeting/{round_}/{rank // 2}", dist.distributed_c10d._get_default_store())
     slots = open_slots(store, index=rank % 2, size=2)
     assert slots is not None, "the lab needs /dev/shm"
-
-    def pass_over() -> None:
-        for source, target in zip(cold[:8], cold[8:], strict=True):
-            target.copy_(source)
-
-    dist.barrier()
-    wall, cpu = time.monotonic(), time.thread_time()
-    for _ in range(10):
-        pass_over()
-    wall, cpu = time.monotonic() - wall, time.thread_time() - cpu
-    figures = {
-        "copy": median(everybody(cpu)) / (10 * 8 * 4 * (1 << 20)),
-        "cores": median(everybody(cpu / wall)),
+    figures = processor() | {
         "message": repeated(lambda: dist.all_gather_into_tensor(rows, row), 9) / 3,
         "meeting": repeated(lambda: slots.meeting.meet(lambda: None), 9),
-        "link": repeated(lambda: dist.all_reduce(shard, group=lane), 3),
+        # what leaves a node, in models: a shard of each of two lanes once; half of two ranks' models; three quarters of one
+        "pair": repeated(lambda: dist.all_reduce(vector[: bytes_ // 8], group=lane), 3),
+        "swap": repeated(lambda: dist.all_to_all_single(swapped, vector), 3),
+        "ring": repeated(lambda: dist.all_gather_into_tensor(swapped, vector[: bytes_ // 16]), 3),
     }
     forget(store, rank % 2)
     slots.meeting.close()
     return figures
 
 
+LINK = {"pair": (1.0, 2), "swap": (1.0, 1), "ring": (0.75, 3)}  # models that leave a node, messages one after another
+
+
+def processor() -> dict[str, float]:
+    """Bytes per second of processor time in short bursts over memory that no cache holds, and the share of a core they got."""
+    cold = [torch.zeros(1 << 20) for _ in range(16)]  # 64 MB
+    wall = cpu = 0.0
+    for burst in range(12):
+        dist.barrier()
+        time.sleep(0.01)
+        begun, used = time.monotonic(), time.thread_time()
+        for index in range(2):
+            cold[(2 * burst + index) % 8].copy_(cold[8 + (2 * burst + index) % 8])
+        wall, cpu = wall + time.monotonic() - begun, cpu + time.thread_time() - used
+    return {"copy": 12 * 2 * 4 * (1 << 20) / median(everybody(cpu)), "cores": median(everybody(cpu / wall))}
+
+
 def repeated(operation: Callable[[], Any], times: int) -> float:
-    """Everybody begins together; the median of how long the slowest took."""
+    """The median of the time from the last rank's start to the last rank's end, by the clock they share."""
     operation()
     taken = []
     for _ in range(times):
         dist.barrier()
         start = time.monotonic()
         operation()
-        taken.append(max(everybody(time.monotonic() - start)))
+        end = time.monotonic()
+        taken.append(max(everybody(end)) - max(everybody(start)))
     return median(taken)
 
 
 def block(variant: str, *, steps: int, factor: float, seed: int) -> float:
-    """Steps per second of this rank. Gossip, and no communication, run for a time; others make so many steps."""
+    """Seconds per step of this rank. Gossip, and no communication, run for a time; others make so many steps."""
     torch.manual_seed(seed)
     model = nn.Sequential(*[SleepyLayer(WIDTH, COMPUTE / LAYERS) for _ in range(LAYERS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -124,21 +134,21 @@ def block(variant: str, *, steps: int, factor: float, seed: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    free = variant == FREE or variant.startswith("adpsgd")
+    alone = variant == FREE or variant.startswith("adpsgd")
     with nullcontext() if variant == FREE else loosestep.attach(model, optimizer, variant):
         pace(model, 0.1)
         for _ in range(WARMUP):
             step()
         pace(model, factor)
         dist.barrier()
-        start = time.monotonic()
-        made = 0
-        while time.monotonic() < start + steps * COMPUTE if free else made < steps:
+        times = [time.monotonic()]
+        while times[-1] < times[0] + steps * COMPUTE if alone else len(times) <= steps:
             step()
-            made += 1
-        speed = made / (time.monotonic() - start)
+            times.append(time.monotonic())
         dist.barrier()
-    return speed
+    group = 1 if alone else PERIOD
+    marks = times[::group]
+    return median(after - before for before, after in pairwise(marks)) / group
 
 
 def pace(model: nn.Sequential, factor: float) -> None:
@@ -153,14 +163,16 @@ def pace(model: nn.Sequential, factor: float) -> None:
 def lab_machine(said: list[dict[str, Any]], bandwidth: str) -> Machine:
     """The machine as the lab measured it at this bandwidth."""
     lines = [line for line in said if line["variant"] == "machine"]
-    figure = {name: median(line[name] for line in lines) for name in ("copy", "cores", "message", "meeting", "link")}
-    ideal = sum(SIZES) / Cluster(bandwidth=bandwidth).bytes_per_second
+    figure = {name: median(line[name] for line in lines) for name in lines[0] if name not in ("round", "variant")}
+    rate = Cluster(bandwidth=bandwidth).bytes_per_second
+    taken = sum(figure[name] - messages * figure["message"] for name, (_, messages) in LINK.items())
+    carried = sum(models for models, _ in LINK.values()) * sum(SIZES)
     return Machine(
-        copy=1 / figure["copy"],
+        copy=figure["copy"],
         cores=min(1.0, figure["cores"]),
         message=figure["message"],
         meeting=figure["meeting"],
-        payload=min(1.0, ideal / max(1e-9, figure["link"] - 2 * figure["message"])),
+        payload=min(1.0, carried / rate / taken),
     )
 
 
@@ -213,7 +225,7 @@ def section(lines: list[dict[str, Any]], machines: dict[str, Machine], settings:
         f"## Predicted and measured: two nodes of two ranks\n\n{table(head, rows)}\n\n{within} of {len(lines)} within "
         f"{TARGET:.0%}; median error {median(errors):.1%}, largest {errors[-1]:.1%}. Measured: median and range of "
         f"{settings['rounds']} rounds, {settings['steps']} steps each ({settings['slow_steps']} with a straggler) after {WARMUP} of "
-        f"warm-up; emulated compute, a model of {sum(SIZES) / 1e6:.1f} MB. A step is ranks / (gradients per second), so that "
+        f"warm-up, the median group of a period's steps; emulated compute, a model of {sum(SIZES) / 1e6:.1f} MB. A step is ranks / (gradients per second), so that "
         f"gossip with a straggler has one too. Predicted: `loosestep.sim.timing.predict` with each rank's step time without "
         f"communication and the machine as measured in the same rounds ({figures}). {where}."
     )
@@ -241,8 +253,8 @@ def main() -> None:
 def show(line: dict[str, Any]) -> str:
     """A line of progress."""
     if line["variant"] == "machine":
-        times = "  ".join(f"{name} {1000 * line[name]:.2f} ms" for name in ("message", "meeting", "link"))
-        return f"copy {1e-9 / line['copy']:.1f} GB/s  cores {line['cores']:.2f}  {times}"
+        times = "  ".join(f"{name} {1000 * line[name]:.2f} ms" for name in ("message", "meeting", *LINK))
+        return f"copy {1e-9 * line['copy']:.1f} GB/s  cores {line['cores']:.2f}  {times}"
     times = "  ".join(f"{1000 * seconds:6.1f}" for seconds in line["seconds"])
     return f"round {line['round']}  {'straggler' if line['slow'] else '':9}  {line['variant']:28} {times} ms a step"
 
