@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from loosestep.comm.collective import Collective
-from loosestep.comm.values import StoreValues
-from loosestep.comm.world import World, open_world
+from loosestep.comm.world import World, open_world, simulated
 from loosestep.engine import Engine
 from loosestep.exchanges import CollectiveEngine
 from loosestep.gossip import GossipEngine, NodeGossipEngine
@@ -155,6 +154,10 @@ def _check_recording(
     if replay is not None:
         recording = Recording.read(replay.folder, world.rank)
         require_same(recording, nodes=_nodes(world), strategy=str(strategy), layout=replica.layout())
+    elif record is not None and simulated.get() is not None:
+        raise RecordingError(
+            "a simulation is a function of its seed, so there is nothing to record: leave record= out and simulate again"
+        )
     elif record is not None and rank_file(record, world.rank).exists():
         raise RecordingError(
             f"{record} holds a recording of rank {world.rank} already; remove that folder, or record into another one"
@@ -167,9 +170,8 @@ def _tape(world: World, strategy: Strategy, replica: Replica, *, record: Path | 
         free = strategy.gossip and strategy.learner == "rank"
         everybody = range(world.topology.world) if not strategy.gossip else world.topology.mates(world.rank)
         until = replay.until.step if replay.until is not None and replay.until.rank == world.rank else None
-        values = StoreValues(world.connect, world.rank)
         recording = Recording.read(replay.folder, world.rank)
-        return Player(recording, values, rank=world.rank, together=() if free else everybody, until=until)
+        return Player(recording, world, together=() if free else everybody, until=until)
     if record is None:
         return NoTape()
     header = make_header(

@@ -6,6 +6,8 @@ import pytest
 import replay_worker
 from mailbox_gang import start_server
 
+from loosestep.sim.driver import simulate
+from loosestep.trace.player import RecordingEnds
 from loosestep.trace.recording import Kind, Recording, rank_file
 
 SLOW_AND_KILLED = {"slow": {1: 8}, "kill": {2: 25}}
@@ -21,6 +23,22 @@ def both(folder, **options):
     return original, replay_worker.ranks(folder, replay=True, **options)
 
 
+def in_process(folder, monkeypatch, *, ranks_per_node=1, **options):
+    """The same recording on virtual ranks, in this process; what each rank says."""
+    monkeypatch.setenv("LOOSESTEP_REPLAY", str(folder / "recording"))
+    ranks = options["nodes"] * ranks_per_node
+    lines = [[] for _ in range(ranks)]
+
+    def train(rank):
+        try:
+            replay_worker.train(rank, folder, options, True, lambda *what: lines[rank].append(list(what)))
+        except RecordingEnds as error:
+            lines[rank].append(["ends", str(error)])
+
+    simulate(train, ranks=ranks, ranks_per_node=ranks_per_node)
+    return lines
+
+
 def assert_same(original, replayed, killed=()):
     for rank, (first, second) in enumerate(zip(original, replayed, strict=True)):
         if rank in killed:  # it may have died between a step and the line about it
@@ -33,10 +51,11 @@ def assert_same(original, replayed, killed=()):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("strategy", ["adpsgd:topology=random-ring", "adpsgd:topology=pairs,rate=2"])
-def test_a_run_with_a_straggler_and_a_kill_is_replayed_bit_for_bit_at_every_step(strategy, tmp_path):
+def test_a_run_with_a_straggler_and_a_kill_is_replayed_bit_for_bit_at_every_step(strategy, tmp_path, monkeypatch):
     options = {"strategy": strategy, "nodes": 4, "steps": 60, **SLOW_AND_KILLED}
     original, replayed = both(tmp_path, **options)
     assert_same(original, replayed, killed=(2,))
+    assert_same(replayed, in_process(tmp_path, monkeypatch, **options))
     assert all(lines[-1][2] == [2] for rank, lines in enumerate(original) if rank != 2)  # really killed, really noticed
     recordings = [Recording.read(tmp_path / "recording", rank) for rank in range(4)]
     folds = [sum(record.kind is Kind.FOLD for record in recording.records()) for recording in recordings]
@@ -44,11 +63,11 @@ def test_a_run_with_a_straggler_and_a_kill_is_replayed_bit_for_bit_at_every_step
 
 
 @pytest.mark.timeout(240)
-def test_nodes_that_gossip_shard_by_shard_are_replayed_bit_for_bit(tmp_path):
-    original, replayed = both(
-        tmp_path, strategy="adpsgd:replica=node", nodes=2, ranks_per_node=2, steps=40, slow={3: 3}, look=False
-    )
+def test_nodes_that_gossip_shard_by_shard_are_replayed_bit_for_bit(tmp_path, monkeypatch):
+    options = {"strategy": "adpsgd:replica=node", "nodes": 2, "ranks_per_node": 2, "steps": 40, "look": False}
+    original, replayed = both(tmp_path, slow={3: 3}, **options)
     assert_same(original, replayed)
+    assert_same(original, in_process(tmp_path, monkeypatch, **options))
 
 
 @pytest.mark.timeout(240)

@@ -24,6 +24,15 @@ class ReplayError(RuntimeError):
     """A replay cannot go on; the message says why."""
 
 
+class Condition(Protocol):
+    """What `threading.Condition` offers, as far as a replay needs it."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: Any) -> Any: ...
+    def wait_for(self, predicate: Callable[[], bool]) -> bool: ...
+    def notify_all(self) -> None: ...
+
+
 class Values(Protocol):
     """Where values are left and found. Every rank has one of its own."""
 
@@ -103,12 +112,9 @@ class StoreValues:
     def _wait(self, name: str, source: int) -> None:
         while not self._there([name]):
             if self._store.check(["failed"]):
-                raise ReplayError(f"the replay was ended by {self._store.get('failed').decode()}")
+                raise was_ended(self._store.get("failed").decode())
             if self._store.check([f"ended/{source}"]) and not self._store.check([name]):
-                raise ReplayError(
-                    f"rank {self._rank} has folded a value of rank {source} ({name}) of which the recording of rank {source} knows "
-                    "nothing: the recordings are not of one run, or one is incomplete. Replay the files as they were written"
-                )
+                raise unknown_value(self._rank, source, name)
 
     def _there(self, names: list[str]) -> bool:
         try:
@@ -116,3 +122,16 @@ class StoreValues:
         except RuntimeError:  # torch's DistStoreError: the time is over
             return bool(self._store.check(names))
         return True
+
+
+def was_ended(culprit: str) -> ReplayError:
+    """Somebody else could not go on."""
+    return ReplayError(f"the replay was ended by {culprit}")
+
+
+def unknown_value(rank: int, source: int, name: str) -> ReplayError:
+    """What `rank` folded was never taken by `source`."""
+    return ReplayError(
+        f"rank {rank} has folded a value of rank {source} ({name}) of which the recording of rank {source} knows nothing: the "
+        "recordings are not of one run, or one is incomplete. Replay the files as they were written"
+    )

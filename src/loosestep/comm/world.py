@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -22,6 +23,7 @@ from loosestep.comm.channel import Channel
 from loosestep.comm.mailbox import Mailbox
 from loosestep.comm.pulse import Pulse, connect
 from loosestep.comm.stream import Stream
+from loosestep.comm.values import Condition, StoreValues, Values
 from loosestep.topology import Topology, detect_launch, find_master
 from loosestep.trace.events import Trace
 
@@ -75,6 +77,20 @@ class World:
         return Mailbox(
             self.store, self.rank, world=members, run_id=self.prefix, deadline=self.deadline, **arguments
         )  # fmt: skip
+
+    def values(self) -> Values:
+        """Where the ranks of a replay leave values for each other."""
+        return StoreValues(self.connect, self.rank)
+
+    def condition(self) -> Condition:
+        """Something that threads of this rank wait for."""
+        return threading.Condition()
+
+    def spawn(self, function: Callable[[], None], name: str) -> Callable[[], None]:
+        """Run a function on a thread of its own; what is returned waits for its end."""
+        thread = threading.Thread(target=function, name=name, daemon=True)
+        thread.start()
+        return thread.join
 
     def trace(self) -> Trace:
         """A log of events on this world's clock."""

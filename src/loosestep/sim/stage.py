@@ -13,12 +13,14 @@ import torch.distributed as dist
 from loosestep.comm.channel import Channel
 from loosestep.comm.mailbox import Mailbox
 from loosestep.comm.stream import Stream
+from loosestep.comm.values import Condition, Values
 from loosestep.comm.virtual import Meetings, VirtualChannel, VirtualPulse, VirtualStream
 from loosestep.comm.virtual_mailbox import Post, VirtualMailbox
 from loosestep.comm.world import World
 from loosestep.sim.clock import Clock
 from loosestep.sim.cluster import FORWARD, Cluster
 from loosestep.sim.links import Links
+from loosestep.sim.replayed import Shelf, VirtualCondition, VirtualValues
 from loosestep.topology import Topology
 from loosestep.trace.events import Trace
 
@@ -76,6 +78,7 @@ class Stage:
         self.clock = Clock(cluster.seed)
         self.links = Links(cluster, topology)
         self.meetings = Meetings(self.clock)
+        self.shelf = Shelf(self.clock)
         self.actors = [Actor(rank, self.clock, cluster) for rank in range(topology.world)]
         self.events: deque[Moment] = deque(maxlen=KEPT)
         self.ended: dict[int, float] = {}
@@ -208,6 +211,19 @@ class VirtualWorld(World):
         return VirtualMailbox(
             self.stage.post(self.prefix, members), self.rank, members=members, deadline=self.deadline, **arguments
         )
+
+    def values(self) -> Values:
+        """A shelf on the stage."""
+        return VirtualValues(self.stage.shelf, self.rank)
+
+    def condition(self) -> Condition:
+        """Something that strands of this rank wait for."""
+        return VirtualCondition(self.stage.clock)
+
+    def spawn(self, function: Callable[[], None], name: str) -> Callable[[], None]:
+        """A strand of this rank; it ends with the rank, so nobody needs to wait for it."""
+        self.stage.clock.spawn(function, name=name, rank=self.actor.rank)
+        return lambda: None
 
     def trace(self) -> Trace:
         """On the virtual clock; the simulation keeps a copy of every event."""

@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
-from loosestep.comm.values import ReplayError, Values
+from loosestep.comm.values import Condition, ReplayError, Values
 from loosestep.trace.recorder import circumstances
 from loosestep.trace.recording import Kind, Record, Recording, RecordingError
 
 log = logging.getLogger("loosestep")
 
 WAIT_AT_END = 60.0
+
+
+class Threads(Protocol):
+    """What a replay needs of the world its rank lives in."""
+
+    rank: int
+
+    def values(self) -> Values: ...
+    def condition(self) -> Condition: ...
+    def spawn(self, function: Callable[[], None], name: str) -> Callable[[], None]: ...
 
 
 class RecordingEnds(Exception):
@@ -38,17 +47,18 @@ class Player:
     """One rank's recording in a replay; the tape of its run."""
 
     def __init__(
-        self, recording: Recording, values: Values, *, rank: int, together: Iterable[int] = (), until: int | None = None
+        self, recording: Recording, world: Threads, *, together: Iterable[int] = (), until: int | None = None
     ) -> None:
         """`together`: the ranks that this one meets in collectives. `until`: the step after which to stop."""
-        self.rank, self.steps, self.checked, self.digest = rank, 0, 0, 0
+        self.rank, self.steps, self.checked, self.digest = world.rank, 0, 0, 0
         self.total, self.header = recording.steps, recording.header
-        self.values, self._together, self._until = values, [r for r in together if r != rank], until
+        self.values, self._until, self._spawn = world.values(), until, world.spawn
+        self._together = [rank for rank in together if rank != world.rank]
         self._same = 0  # the last step that was compared
         self._records = recording.records()
-        self._condition = threading.Condition()
+        self._condition = world.condition()
         self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._join: Callable[[], None] | None = None
         self._closed = False
         self._head: Record | None = None
         with self._condition:
@@ -58,10 +68,7 @@ class Player:
 
     def play(self, act: Callable[[Record], None]) -> None:
         """From here on background events are handed to `act`, on a thread."""
-        self._thread = threading.Thread(
-            target=self._play, args=(act,), name=f"loosestep-replay-{self.rank}", daemon=True
-        )
-        self._thread.start()
+        self._join = self._spawn(lambda: self._play(act), f"loosestep-replay-{self.rank}")
 
     def _play(self, act: Callable[[Record], None]) -> None:
         try:
@@ -120,7 +127,7 @@ class Player:
 
     def _wait(self) -> None:
         self._condition.wait_for(
-            lambda: self._failure is not None or self._head is None or self._head.is_mark or self._thread is None
+            lambda: self._failure is not None or self._head is None or self._head.is_mark or self._join is None
         )
         if self._failure is not None:
             raise self._failure
@@ -181,8 +188,8 @@ class Player:
             )
             self._closed = True
             self._condition.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        if self._join is not None:
+            self._join()
 
     def _check(self, recorded: int, found: int) -> None:
         self.digest = found
