@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -85,6 +86,10 @@ class Run:
     def recorded(self, compute: Callable[[], Any]) -> Any:
         """What `compute()` gives, as JSON holds it; in a replay what it gave then. For whatever else depends on time."""
         return self.tape.value(compute)
+
+    def notes(self, name: str) -> dist.Store:
+        """A store that all ranks of this run share, for whatever the training needs to agree on."""
+        return self._world.notes(name)
 
     @property
     def state(self) -> dict[str, Any]:

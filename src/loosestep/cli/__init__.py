@@ -7,6 +7,7 @@ from loosestep.cli.compare import compare
 from loosestep.cli.replay import replay
 from loosestep.cli.report import report
 from loosestep.cli.resume import resume
+from loosestep.cli.simulate import simulate
 from loosestep.cli.train import train
 
 app = typer.Typer(no_args_is_help=True, help="Asynchronous, decentralised data-parallel training for PyTorch.")
@@ -16,6 +17,7 @@ app.command("compare")(compare)
 app.command("replay")(replay)
 app.command("report")(report)
 app.command("resume")(resume)
+app.command("simulate")(simulate)
 
 # Everything after SCRIPT belongs to the script, also what looks like an option of ours.
 passes_on = {"allow_interspersed_args": False}

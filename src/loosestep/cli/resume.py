@@ -42,6 +42,8 @@ def resume(
     with one_line_errors(), gentle_end():
         folder = RunFolder.open(run)
         config = folder.config()
+        if "simulated" in config.environment:
+            raise TrainingError(f"{run} was simulated; repeat it with: {config.command}")
         launch = given_ranks()
         if launch is not None:
             train_as_given(config.but(**as_given(launch)), folder, launch, console)

@@ -58,6 +58,10 @@ class World:
         """Another connection to the store, so that a long wait on it delays no heartbeat."""
         return dist.PrefixStore(self.prefix, connect(self.store, timeout=self.deadline))
 
+    def notes(self, name: str) -> dist.Store:
+        """The store, for the training's own use."""
+        return dist.PrefixStore(name, self.connect())
+
     def channels(self, name: str) -> Callable[[Sequence[int]], Channel]:
         """What opens channels among ranks of this world; those of another name do not meet them."""
         store = self.connect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +26,7 @@ from loosestep.topology import Topology
 from loosestep.trace.events import Trace
 
 KEPT = 1_000_000  # events; the oldest are forgotten first
+LOOK = 0.05  # seconds between two looks at a note that is not there yet
 
 
 class Moment(NamedTuple):
@@ -37,16 +39,35 @@ class Moment(NamedTuple):
 
 
 class Notes:
-    """A store for the ranks of a simulation."""
+    """A store for the ranks of a simulation; reading and writing take no time."""
 
-    def __init__(self) -> None:
-        self._notes: dict[str, bytes] = {}
+    def __init__(self, clock: Clock, prefix: str = "", notes: dict[str, bytes] | None = None) -> None:
+        self._clock, self._prefix = clock, prefix
+        self._notes: dict[str, bytes] = {} if notes is None else notes
+
+    def under(self, prefix: str) -> Notes:
+        """The same notes, by other names."""
+        return Notes(self._clock, f"{self._prefix}{prefix}/", self._notes)
 
     def set(self, key: str, value: str) -> None:
-        self._notes[key] = value.encode()
+        self._notes[self._prefix + key] = value.encode()
 
     def get(self, key: str) -> bytes:
-        return self._notes[key]
+        return self._notes[self._prefix + key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._prefix + key in self._notes for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Look again every now and then, as long as others may still write."""
+        until = self._clock.now + timeout.total_seconds()
+        while not self.check(keys):
+            if self._clock.now >= until:
+                raise RuntimeError(f"no {', '.join(keys)} within {timeout.total_seconds():g} s")
+            self._clock.sleep(LOOK)
 
 
 class Actor:
@@ -85,7 +106,7 @@ class Stage:
         self.lost: dict[int, float] = {}
         self._pulses: dict[str, dict[int, VirtualPulse]] = {}
         self._posts: dict[Any, Post] = {}
-        self._notes = Notes()
+        self._notes = Notes(self.clock)
 
     def open(self, rank: int, topology: Topology | None, deadline: float) -> World:
         """The world in which virtual rank `rank` attaches."""
@@ -94,7 +115,7 @@ class Stage:
                 f"the topology names {topology.world} ranks, but {self.topology.world} are simulated; leave it out"
             )
         prefix = f"loosestep/{next(self.actors[rank].attachments)}"
-        store = cast(dist.Store, self._notes)
+        store = cast(dist.Store, self._notes.under(prefix))
         return VirtualWorld(
             rank, topology or self.topology, deadline, prefix, store, owned=False, stage=self, actor=self.actors[rank],
             home=tuple(range(self.topology.world)),
@@ -182,6 +203,10 @@ class VirtualWorld(World):
                 "must attach the same model (raise deadline= if they only start late)"
             )
         return reports
+
+    def notes(self, name: str) -> dist.Store:
+        """For the training's own use."""
+        return cast(dist.Store, cast(Notes, self.store).under(name))
 
     def channels(self, name: str) -> Callable[[Sequence[int]], Channel]:
         """Meetings on the stage instead of sockets."""

@@ -7,7 +7,6 @@ schedules stay equal bit for bit. Gossip: rank 0 reads what there is, decides, a
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,22 +14,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from loosestep.comm.pulse import connect
 from loosestep.recipes import Schedule
 from loosestep.training.config import TrainingError
 
 Recorded = Callable[[Callable[[], Any]], Any]
 
-_boards = itertools.count()  # every rank trains in the same order, so the numbers agree
-
 
 class Board:
     """What the ranks of a run post for each other."""
 
-    def __init__(self, rank: int, *, world: int, deadline: float, gossip: bool, recorded: Recorded) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, *, world: int, deadline: float, gossip: bool, recorded: Recorded
+    ) -> None:
         """`recorded`: what makes readings that depend on time the same in a replay."""
-        shared = connect(dist.distributed_c10d._get_default_store(), timeout=deadline)
-        self._store = dist.PrefixStore(f"loosestep/training/{next(_boards)}", shared)
+        self._store = store
         self._rank, self._world, self._deadline, self._gossip = rank, world, deadline, gossip
         self._recorded = recorded
         self.round = 0

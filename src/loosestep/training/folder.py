@@ -139,8 +139,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 class Journal:
     """One rank's pen: metrics line by line as they come, events in the background of the steps."""
 
-    def __init__(self, folder: RunFolder, rank: int, *, trace_bytes: int = 0) -> None:
-        """`trace_bytes`: where this rank's trace goes on; what lies beyond was written after the checkpoint."""
+    def __init__(self, folder: RunFolder, rank: int, *, trace_bytes: int = 0, began: float | None = None) -> None:
+        """`trace_bytes`: where this rank's trace goes on; what lies beyond was written after the checkpoint. `began`: wall
+        time of second 0 of a virtual clock."""
         self.rank, self._folder = rank, folder
         path = folder.trace_of(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,8 @@ class Journal:
             self._trace.truncate(trace_bytes)
         self._metrics = os.open(folder.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._held: deque[Event] = deque()
-        self._to_wall = time.time() - time.monotonic()  # events of several machines share the wall clock
+        # Events of several machines share the wall clock.
+        self._to_wall = time.time() - time.monotonic() if began is None else began
 
     def metric(self, kind: str, *, gradients: int, **fields: Any) -> None:
         """One line, in one write: several ranks append to the same file."""

@@ -80,7 +80,12 @@ class Trainer:
         )
         self.checkpoints = Checkpoints(folder.checkpoints_of(config, run.rank), keep=config.keep)
         self.board = Board(
-            run.rank, world=self.world, deadline=config.deadline, gossip=self.gossip, recorded=run.recorded
+            run.notes("training"),
+            run.rank,
+            world=self.world,
+            deadline=config.deadline,
+            gossip=self.gossip,
+            recorded=run.recorded,
         )
         self.gradients, self.step = (0 if start is None else start.gradients), 0
         self.stream = task.stream(learner=run.rank, learners=self.world, taken=self.gradients)
@@ -88,8 +93,9 @@ class Trainer:
         self.latest: torch.Tensor | None = None  # the loss of the step under way
         self.stats_before: dict[str, float] = {}
         self.base = 0  # gradients that the run does not count, because other ranks made them
-        self.clock = Clock()
+        self.clock = Clock(run.trace.clock)
         self._messages: deque[tuple[float, int]] = deque(maxlen=10)
+        self._said = 0.0
         if start is not None:
             self._restore(start)
 
@@ -162,10 +168,10 @@ class Trainer:
             return
         if not self.gossip:  # everybody meets, then waits for rank 0: not a part of the training
             self.clock.stop()
-        begin = time.monotonic()
+        begin = self.clock.now()
         with self.run.consensus() as model:
             metrics = self.task.evaluate(model) if self.run.rank == 0 else {}
-        self.run.trace.emit("evaluate", seconds=time.monotonic() - begin)
+        self.run.trace.emit("evaluate", seconds=self.clock.now() - begin)
         self.clock.go()
         if self.run.rank != 0:
             return
@@ -187,9 +193,9 @@ class Trainer:
             )
 
     def _say(self, force: bool = False) -> None:
-        now = time.monotonic()
-        if not force and self._messages and now - self._messages[-1][0] < BEAT:
+        if not force and time.monotonic() - self._said < BEAT:
             return
+        self._said, now = time.monotonic(), self.clock.now()
         self._messages.append((now, self.step))
         (first, step), seconds = self._messages[0], self.clock.wall
         stats = self._stats()
@@ -278,23 +284,24 @@ class Mean:
 class Clock:
     """Seconds of training: paused while everybody waits for an evaluation, continued when a run is resumed."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
         self.seconds_before = 0.0
         self._since: float | None = None
-        self._began = time.monotonic()
+        self._began = now()
 
     @property
     def seconds(self) -> float:
-        return self.seconds_before + (0.0 if self._since is None else time.monotonic() - self._since)
+        return self.seconds_before + (0.0 if self._since is None else self.now() - self._since)
 
     @property
     def wall(self) -> float:
         """Since this process began to train, pauses included."""
-        return time.monotonic() - self._began
+        return self.now() - self._began
 
     def go(self) -> None:
         if self._since is None:
-            self._since = time.monotonic()
+            self._since = self.now()
 
     def stop(self) -> None:
         self.seconds_before, self._since = self.seconds, None

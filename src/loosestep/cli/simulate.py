@@ -1,0 +1,207 @@
+"""`loosestep simulate`: a recipe on a cluster nobody has, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from loosestep.cli.launch import gentle_end
+from loosestep.cli.running import conclude, new_folder, one_line_errors, prepare, settle
+from loosestep.cli.screen import Screen, spell_time
+from loosestep.cli.train import (
+    Batch,
+    ConfigFile,
+    Data,
+    Device,
+    Epochs,
+    EvaluateEvery,
+    Gradients,
+    Lr,
+    Nodes,
+    RanksPerNode,
+    RecipeName,
+    Runs,
+    Settings,
+    complete_strategy,
+    default_name,
+    gather,
+    short,
+)
+from loosestep.lab import grammar
+from loosestep.recipes import Task
+from loosestep.sim.cluster import Cluster
+from loosestep.sim.driver import Simulation
+from loosestep.sim.timing import Prediction, predict
+from loosestep.topology import Topology
+from loosestep.training.config import Config, TrainingError
+from loosestep.training.simulated import measure_step, simulate_run
+from loosestep.training.watch import Ending
+
+StrategyName = Annotated[
+    str | None,
+    typer.Option(
+        help="How learners exchange: allreduce, daso:period=8, adpsgd, ... (daso)", autocompletion=complete_strategy
+    ),
+]
+
+
+def simulate(
+    recipe: RecipeName,
+    strategy: StrategyName = None,
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
+    data: Data = None,
+    gradients: Gradients = None,
+    epochs: Epochs = None,
+    batch: Batch = None,
+    lr: Lr = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random, the order of events included. (0)")] = None,
+    device: Device = None,
+    settings: Settings = None,
+    config: ConfigFile = None,
+    evaluate_every: EvaluateEvery = None,
+    name: Annotated[str | None, typer.Option(help="Of the run's folder; without, recipe, strategy and time.")] = None,
+    runs: Runs = Path("runs"),
+    bandwidth: Annotated[str, typer.Option(help="Of a node's uplink, each way.")] = "10gbit",
+    latency: Annotated[str, typer.Option(help="Between nodes.")] = "50us",
+    node_bandwidth: Annotated[str, typer.Option(help="Inside a node.")] = "200gbit",
+    node_latency: Annotated[str, typer.Option(help="Inside a node.")] = "5us",
+    backbone: Annotated[str | None, typer.Option(help="Of all nodes together. (no limit)")] = None,
+    compute: Annotated[str | None, typer.Option(help="Of one step: 120ms. (as measured on this machine)")] = None,
+    jitter: Annotated[float, typer.Option(help="Standard deviation of a step's time, as a share of it.")] = 0.0,
+    slow: Annotated[list[str] | None, typer.Option(help="A slow rank: 3:10x. Repeatable.")] = None,
+    kill: Annotated[list[str] | None, typer.Option(help="Kill a rank at a virtual time: 3@20s. Repeatable.")] = None,
+    join: Annotated[list[str] | None, typer.Option(help="A rank starts late: 3@20s. Repeatable.")] = None,
+    timing_only: Annotated[
+        bool, typer.Option("--timing-only", help="Predict the speed without any training; thousands of ranks.")
+    ] = False,
+) -> None:
+    """Train RECIPE on virtual ranks in this process, on a virtual clock; the run and its report go to runs/NAME.
+
+    The mathematics is that of real processes; only time is simulated.
+
+    Example: loosestep simulate vision --strategy adpsgd:topology=random-ring --nodes 16 --ranks-per-node 2
+    """
+    console = Console(highlight=False)
+    with one_line_errors(), gentle_end():
+        given: dict[str, Any] = {
+            "recipe": recipe, "strategy": strategy, "nodes": nodes, "ranks_per_node": ranks_per_node,
+            "data": None if data is None else str(data), "gradients": gradients, "epochs": epochs, "lr": lr, "seed": seed,
+            "device": device, "evaluate_every": evaluate_every,
+        }  # fmt: skip
+        wanted = gather(given, config, settings or [], batch)
+        task = prepare(wanted, console)
+        measured = compute is None
+        if compute is None:
+            compute = f"{1e3 * measure_step(task):.3g}ms"
+        described = {
+            "bandwidth": bandwidth, "latency": latency, "node_bandwidth": node_bandwidth, "node_latency": node_latency,
+            "backbone": backbone, "compute": compute, "jitter": jitter, "slow": dict(map(_slow, slow or [])),
+            "failures": dict(_at(text, "--kill") for text in kill or []),
+            "joins": dict(_at(text, "--join") for text in join or []), "seed": wanted.seed,
+        }  # fmt: skip
+        cluster = make_cluster(described, Topology.grid(1, sum(wanted.counts())))
+        if measured:
+            console.print(f"a step takes {compute} on this machine; the same again with: --compute {compute}")
+        if timing_only:
+            show_prediction(predict_run(wanted, task, cluster), console)
+        else:
+            train_virtually(wanted, task, cluster, runs / (name or default_name(wanted)), console)
+
+
+def make_cluster(described: dict[str, Any], topology: Topology) -> Cluster:
+    """The cluster; what is wrong with it in one line."""
+    try:
+        cluster = Cluster(**described)
+        cluster.check(topology)
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
+    return cluster
+
+
+def _slow(text: str) -> tuple[int, float]:
+    try:
+        return grammar.slow(text)
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
+
+
+def _at(text: str, option: str) -> tuple[int, str]:
+    """(3, "20s") of `3@20s`."""
+    rank, found, time = text.partition("@")
+    if not found or not rank.strip().isdigit():
+        raise TrainingError(f"{option} {text!r}: expected RANK@TIME, for example 3@20s")
+    return int(rank), time
+
+
+def train_virtually(config: Config, task: Task[Any], cluster: Cluster, path: Path, console: Console) -> None:
+    """With real mathematics: a run folder and a report as of any run."""
+    config = settle(config, task)
+    simulated = ", ".join(f"{f.name} {v}" for f in dataclasses.fields(cluster) if (v := getattr(cluster, f.name)))
+    config = config.but(environment={**config.environment, "simulated": simulated})
+    folder = new_folder(path, config)
+    title = f"{short(config.recipe)}  {config.strategy}"
+    console.print(
+        f"[bold]{config.recipe}[/] with {config.strategy} on {sum(config.counts())} virtual ranks: {config.gradients} "
+        f"gradients, run folder {path}",
+        soft_wrap=True,
+    )
+    with Screen(console, title) as screen:
+        done = simulate_run(folder, config, task, cluster, screen.show)
+    show_simulation(done, console)
+    conclude(folder, Ending(complete=True, problem=_losses(done)), console)
+
+
+def _losses(done: Simulation) -> str:
+    return ", ".join(f"rank {rank} was killed after {at:g} s" for rank, at in sorted(done.lost.items()))
+
+
+def show_simulation(done: Simulation, console: Console) -> None:
+    """The figures of the virtual cluster."""
+    rows = {
+        "virtual time": spell_time(done.seconds),
+        "gradients/s": f"{done.gradients_per_second:.1f}",
+        "waiting": f"{done.waiting_share:.1%}",
+        "sent": f"{done.bytes_sent / 1e6:.1f} MB, {done.bytes_between_nodes / 1e6:.1f} MB between nodes",
+        "consensus distance": f"{done.distance:.3g}",
+    }
+    console.print(_table(rows))
+
+
+def predict_run(config: Config, task: Task[Any], cluster: Cluster) -> Prediction:
+    """Timing only: nothing of the recipe but the sizes of its parameters."""
+    sizes = [p.numel() * p.element_size() for p in task.make_model().parameters() if p.requires_grad]
+    counts = config.counts()
+    starts = [sum(counts[:node]) for node in range(len(counts))]
+    topology = Topology([range(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    steps = max(1, (settle(config, task).gradients or 1) // topology.world)
+    try:
+        return predict(config.chosen_strategy(), topology, cluster, parameters=sizes, steps=steps)
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
+
+
+def show_prediction(found: Prediction, console: Console) -> None:
+    """What a run would take."""
+    rows = {
+        "ranks": str(found.ranks),
+        "virtual time": spell_time(found.seconds),
+        "gradients/s": f"{found.gradients_per_second:.1f}",
+        "a step": f"{1e3 * found.seconds_per_step:.3g} ms",
+        "waiting": f"{found.waiting.mean():.1%}, at most {found.waiting.max():.1%}",
+        "sent between nodes": f"{found.bytes_per_gradient / 1e6:.3g} MB a gradient",
+        "of the speed without communication": f"{found.efficiency:.1%}",
+    }
+    console.print(_table(rows))
+
+
+def _table(rows: dict[str, str]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for title, value in rows.items():
+        table.add_row(title, f"[bold]{value}[/]")
+    return table
