@@ -204,6 +204,10 @@ class VirtualWorld(World):
             )
         return reports
 
+    def connect(self) -> dist.Store:
+        """Only a replay asks for this, and has threads of its own that know no virtual clock."""
+        raise RuntimeError("a recording is replayed by real processes; run it without simulate()")
+
     def notes(self, name: str) -> dist.Store:
         """For the training's own use."""
         return cast(dist.Store, cast(Notes, self.store).under(name))
