@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from inprocess import train
+import loosestep
 from loosestep import Topology
-from loosestep.run import Run
 
 
 class Weights(nn.Module):
@@ -34,20 +33,22 @@ def final_replicas(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's parameters after `steps` steps, before finish, and the sum of the updates each rank made."""
 
-    def body(run: Run, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Weights(5, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(seed * 1000 + rank)
         moved = torch.zeros(5, dtype=torch.float64)
-        for _ in range(steps):
-            gradient = torch.randn(5, generator=generator, dtype=torch.float64).to(dtype)
-            run.optimizers[0].zero_grad()
-            run.model(gradient).backward()
-            moved -= 0.1 * run.model.w.grad.double()
-            run.optimizers[0].step()
-        if run._engine._flight is not None:
-            run._engine._flight.pending.wait(20)
-        return run.model.w.detach().double().clone(), moved
+        with loosestep.attach(model, optimizer, spec):
+            for _ in range(steps):
+                gradient = torch.randn(5, generator=generator, dtype=torch.float64).to(dtype)
+                optimizer.zero_grad()
+                model(gradient).backward()
+                moved -= 0.1 * model.w.grad.double()
+                optimizer.step()
+            replica = model.w.detach().double().clone()
+        return replica, moved
 
-    results = train(spec, topology, body, model=lambda rank: Weights(5, dtype))
+    results = loosestep.simulate(work, ranks=topology.world, topology=topology).results
     return torch.stack([x for x, _ in results]), torch.stack([m for _, m in results])
 
 
