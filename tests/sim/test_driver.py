@@ -1,6 +1,8 @@
 """Unmodified training functions on virtual ranks."""
 
 import random
+import signal
+import threading
 from collections import defaultdict
 from typing import Any
 
@@ -332,3 +334,21 @@ def test_a_training_function_may_take_no_argument() -> None:
     assert simulate(lambda: 7, ranks=3).results == [7, 7, 7]
     with pytest.raises(TypeError, match="training function"):
         simulate("train", ranks=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_ends_all_ranks() -> None:
+    before = threading.active_count()
+    handler = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            simulate(lambda rank: train(rank, "daso:period=2", steps=10**9), ranks=4, ranks_per_node=2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert threading.active_count() == before
+
+
+def test_a_step_that_nothing_was_attached_to_takes_no_time() -> None:
+    assert simulate(lambda rank: None, ranks=2).metrics["seconds"] == 0.0
