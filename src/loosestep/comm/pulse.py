@@ -139,12 +139,10 @@ class Pulse:
 
 
 def connect(store: dist.Store, *, timeout: float) -> dist.Store:
-    """A connection of our own to the run's store, so that a blocking call elsewhere never delays a heartbeat."""
-    base = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    if isinstance(base, dist.TCPStore):
-        return dist.TCPStore(
-            base.host, base.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-        )
-    return store
+    """A connection of our own to the run's store, so that a blocking call elsewhere never delays a heartbeat.
+
+    Prefixes stay: they keep a restarted job, which meets in the same store, away from what its predecessor wrote.
+    """
+    own = store.clone()
+    own.set_timeout(timedelta(seconds=timeout))
+    return own

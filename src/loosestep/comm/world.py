@@ -56,7 +56,7 @@ class World:
 
     def connect(self) -> dist.Store:
         """Another connection to the store, so that a long wait on it delays no heartbeat."""
-        return dist.PrefixStore(self.prefix, connect(self.store, timeout=self.deadline))
+        return connect(self.store, timeout=self.deadline)
 
     def notes(self, name: str) -> dist.Store:
         """The store, for the training's own use."""

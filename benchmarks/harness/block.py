@@ -1,0 +1,170 @@
+"""One block on one rank: prepare the peer, meet the others once, then step until the cluster ends the process.
+
+A second thread takes the figures by the clock. So nobody is asked to stop at the same step, no peer gets a barrier that it does
+not have, and a rank that hangs still reports.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.work import Pace, make_work
+from peers import find, load
+
+Tell = Callable[..., None]
+LOOK = 0.02
+"""Seconds between two looks of the watching thread while it waits for a last step."""
+
+
+def run(order: dict[str, Any], tell: Tell) -> None:
+    """Never returns before the cluster ends this process, unless the peer fails."""
+    block, number = order["block"], order["number"]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    moments: list[float] = []
+    try:
+        store = _store(number)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+        pace = Pace(
+            slower=block["slow"].get(str(rank), 1.0), jitter=block["jitter"], seed=1000 * block["seed"] + rank
+        )
+        work = make_work(block["work"], pace=pace, seed=block["seed"], rank=rank, world=world)
+        model = work.make_model()
+        begun = time.monotonic()
+        trainer = load(block["peer"]).prepare(model, work, **find(block["peer"]).options)
+        prepared = time.monotonic() - begun
+        start = _meet(store, rank, world)
+        watch = Watch(order, start, moments, model, tell)
+        tell(block=number, started=start)
+        watch.begin(prepared)
+        for loss in work.losses(trainer.model):
+            trainer.step(loss)
+            pace.next()
+            moments.append(time.monotonic() - start)
+            watch.snapshot()
+    except Exception as error:  # noqa: BLE001  # whatever a peer raises is a finding
+        told = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+        tell(block=number, failed=told, moments=_round(moments))
+
+
+def _store(number: int) -> dist.Store:
+    """The launcher's store, with keys of this block."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=120))
+    return dist.PrefixStore(f"block/{number}", shared)
+
+
+def _meet(store: dist.Store, rank: int, world: int) -> float:
+    """All are prepared; the moment at which all begin, a little later."""
+    store.set(f"here/{rank}", "1")
+    store.wait([f"here/{other}" for other in range(world)])
+    if rank == 0:
+        store.set("start", repr(time.monotonic() + 0.05))
+    start = float(store.get("start"))
+    time.sleep(max(0.0, start - time.monotonic()))
+    return start
+
+
+class Watch:
+    """Looks at the clocks and counters at the begin and at the end of the timed window, and reports."""
+
+    def __init__(
+        self, order: dict[str, Any], start: float, moments: list[float], model: nn.Module, tell: Tell
+    ) -> None:
+        self.block, self.number = order["block"], order["number"]
+        self.start, self.moments, self.model, self.tell = start, moments, model, tell
+        self.every: float = self.block["snapshots"]
+        self.taken: list[tuple[float, torch.Tensor]] = []
+
+    def begin(self, prepared: float) -> None:
+        """From now on the figures are taken in a thread, which ends with the process."""
+        threading.Thread(target=self._watch, args=(prepared,), name="watch", daemon=True).start()
+
+    def snapshot(self) -> None:
+        """Keep the model now and then: judged afterwards, averaged over the ranks, without stopping anybody."""
+        if self.every and self.moments[-1] >= self.every * (len(self.taken) + 1):
+            self.taken.append((self.moments[-1], flat(self.model)))
+
+    def _watch(self, prepared: float) -> None:
+        block = self.block
+        self._wait(block["warmup"], least=block["warm_steps"])
+        before = _counters()
+        begin, first = time.monotonic() - self.start, len(self.moments)
+        self._wait(begin + block["window"], least=first + block["least_steps"])
+        after, end = _counters(), time.monotonic() - self.start
+        moments = list(self.moments)
+        if self.every:
+            self._save()
+        self.tell(
+            block=self.number,
+            prepared=round(prepared, 3),
+            begin=begin,
+            end=end,
+            steps=len(moments) - first,
+            before=before,
+            after=after,
+            memory=_own_memory(),
+            moments=_round(moments),
+        )
+
+    def _wait(self, until: float, *, least: int) -> None:
+        """Until this moment, and longer for slow peers that have not made the least number of steps; never for ever."""
+        time.sleep(max(0.0, self.start + until - time.monotonic()))
+        limit = self.start + self.block["deadline"]
+        while len(self.moments) < least and time.monotonic() < limit:
+            time.sleep(LOOK)
+
+    def _save(self) -> None:
+        from safetensors.torch import save_file
+
+        taken = list(self.taken)
+        path = Path(self.block["folder"]) / f"{self.number}-{os.environ['RANK']}.safetensors"
+        save_file({str(i): vector for i, (_, vector) in enumerate(taken)}, path)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    """Parameters and floating-point buffers as one vector."""
+    kept = [t.detach().reshape(-1) for t in model.state_dict().values() if t.is_floating_point()]
+    return torch.cat(kept).clone()
+
+
+def _round(moments: list[float]) -> list[float]:
+    """To a tenth of a millisecond; the last two thousand, for a line has its limits."""
+    return [round(moment, 4) for moment in moments[-2000:]]
+
+
+def _counters() -> dict[str, float]:
+    """CPU seconds of this process and of those it started, bytes this node has sent."""
+    spent = [process.cpu_times() for process in _processes()]
+    return {"cpu": sum(times.user + times.system for times in spent), "sent": sent_by_node()}
+
+
+def _processes() -> list[psutil.Process]:
+    """This one and what it has started: some peers work in daemons."""
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
+
+
+def sent_by_node() -> int:
+    """Bytes that left this node over its cable, from the counters of the namespace this process is in; 0 without one."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, found, figures = line.partition(":")
+        if found and name.strip() == "eth0":
+            return int(figures.split()[8])
+    return 0
+
+
+def _own_memory() -> int:
+    """Bytes that this process and those it started share with nobody: what they have come to own since the fork."""
+    return sum(process.memory_full_info().uss for process in _processes())

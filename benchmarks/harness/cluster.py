@@ -1,0 +1,257 @@
+"""The emulated cluster that all peers are measured on: ranks started once, blocks run one after the other.
+
+with Cluster(2, 2) as cluster:
+    outcome = cluster.run(Block("torch DDP", {"kind": "layers", "megabytes": 4, "seconds": 0.1}), bandwidth="500mbit")
+    outcome.speed, outcome.paces, outcome.bytes_per_gradient
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from harness import figures
+from harness.rank import MARK
+from peers import find
+
+from loosestep.lab import Lab
+from loosestep.launch import Rank
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+PROJECT = BENCHMARKS.parent
+
+
+@dataclass(frozen=True)
+class Block:
+    """One peer at work for a moment. Times in seconds."""
+
+    peer: str
+    work: Mapping[str, Any]
+    window: float = 1.0
+    warmup: float = 0.5
+    seed: int = 0
+    slow: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    snapshots: float = 0.0
+    """Keep the model every so many seconds; 0: never."""
+    deadline: float = 30.0
+    """The window ends here at the latest, whatever the peer has done."""
+
+    def order(self, folder: str) -> dict[str, Any]:
+        """What the ranks need to know; at least two periods of warm-up and three of measurement."""
+        period = find(self.peer).period
+        steps = {"warm_steps": 2 * period + 3, "least_steps": max(4, 3 * period)}
+        return {**dataclasses.asdict(self), **steps, "folder": folder}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks reported, by rank; a rank that was killed or crashed without a word is missing."""
+
+    block: Block
+    number: int
+    reports: dict[int, dict[str, Any]]
+    failures: dict[int, str]
+    nodes: list[int]
+    """The node of every rank."""
+    kill_moment: float | None = None
+    networked: bool = True
+
+    @property
+    def failed(self) -> str | None:
+        """The first failure, in words."""
+        return next(iter(self.failures.values()), None)
+
+    @property
+    def paces(self) -> list[float]:
+        """Steps per second of every rank; 0 for one that did not report."""
+        period = find(self.block.peer).period
+        return [
+            figures.pace(report["moments"], report["begin"], report["end"], period=period) if report else 0.0
+            for report in (self.reports.get(rank) for rank in range(len(self.nodes)))
+        ]
+
+    @property
+    def speed(self) -> float:
+        """Gradients per second over all ranks."""
+        return sum(self.paces)
+
+    @property
+    def gradients(self) -> int:
+        """In the window, of all ranks."""
+        return sum(report["steps"] for report in self.reports.values())
+
+    @property
+    def bytes_per_gradient(self) -> float:
+        """Counted on the nodes' cables in the window."""
+        links = {
+            self.nodes[rank]: (report["before"]["sent"], report["after"]["sent"])
+            for rank, report in self.reports.items()
+        }
+        return figures.bytes_per_gradient(links, self.gradients) if self.networked else float("nan")
+
+    @property
+    def cpu_per_gradient(self) -> float:
+        """CPU seconds of all ranks' processes in the window, per gradient."""
+        spent = sum(report["after"]["cpu"] - report["before"]["cpu"] for report in self.reports.values())
+        return spent / self.gradients if self.gradients else float("nan")
+
+    @property
+    def memory(self) -> float:
+        """Bytes that a rank's process does not share with others; the mean over the ranks."""
+        return sum(report["memory"] for report in self.reports.values()) / max(1, len(self.reports))
+
+
+class Cluster:
+    """`nodes` x `ranks_per_node` processes that wait for blocks. Without `network` (no root) all share the loopback."""
+
+    def __init__(self, nodes: int, ranks_per_node: int, *, network: bool = True, patience: float = 120.0) -> None:
+        self.nodes = [node for node in range(nodes) for _ in range(ranks_per_node)]
+        self.networked = network
+        self._said: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
+        self._number = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="loosestep-bench-")
+        self._rates: list[str | None] = [None] * nodes
+        self.lab = Lab(nodes, ranks_per_node, network=network)
+        try:
+            for rank in range(len(self.nodes)):
+                os.mkfifo(self._pipe(rank))
+            self._start(patience)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, patience: float) -> None:
+        paths = [str(BENCHMARKS), str(PROJECT / "src"), os.environ.get("PYTHONPATH", "")]
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "TORCHFT_QUIET": "1"}
+        command = [sys.executable, "-c", _FIND_PIPE, self._folder.name]
+        self._job = self.lab.start(command, env=env, output=self._hear)
+        waiting = set(range(len(self.nodes)))
+        until = time.monotonic() + patience
+        while waiting:
+            try:
+                rank, said = self._said.get(timeout=max(0.1, min(1.0, until - time.monotonic())))
+                if said.get("ready"):
+                    waiting.discard(rank)
+            except queue.Empty:
+                gone = [rank.number for rank in self._job.ranks if rank.returncode is not None]
+                if gone or time.monotonic() > until:
+                    rank = gone[0] if gone else min(waiting)
+                    last = "\n".join(self._job.ranks[rank].output[-20:])
+                    raise RuntimeError(f"rank {rank} is not ready; its last lines:\n{last}") from None
+
+    def run(
+        self,
+        block: Block,
+        *,
+        bandwidth: str | None = None,
+        kill: tuple[int, float] | None = None,
+    ) -> Outcome:
+        """One block on all ranks; `kill=(rank, seconds)` ends a rank by SIGKILL so long after the start."""
+        if self.networked:
+            self._limit(bandwidth)
+        elif bandwidth is not None:
+            raise ValueError("a bandwidth needs a cluster with a network (root)")
+        self._number += 1
+        number, world = self._number, len(self.nodes)
+        reports: dict[int, dict[str, Any]] = {}
+        failures: dict[int, str] = {}
+        exited: set[int] = set()
+        start: float | None = None
+        kill_moment: float | None = None
+        self._tell_all({"do": "begin", "number": number, "block": block.order(self._folder.name)})
+        until = time.monotonic() + block.deadline + 60
+        while len(reports.keys() | failures.keys() | exited) < world and time.monotonic() < until:
+            wake = until if kill is None or start is None or kill_moment is not None else start + kill[1]
+            try:
+                rank, said = self._said.get(timeout=max(0.001, min(0.5, wake - time.monotonic())))
+            except queue.Empty:
+                rank, said = -1, {}
+            if kill and start is not None and kill_moment is None and time.monotonic() >= start + kill[1]:
+                self._tell(kill[0], {"do": "kill"})
+                kill_moment = time.monotonic() - start
+            if said.get("block") != number:
+                continue
+            if "started" in said:
+                start = said["started"]
+            elif "failed" in said:
+                failures[rank] = said["failed"]
+            elif "exited" in said:
+                exited.add(rank)
+                if kill is None or rank != kill[0]:
+                    failures.setdefault(rank, f"ended by itself with code {said['exited']}")
+            else:
+                reports[rank] = said
+        for rank in range(world):
+            if rank not in reports and rank not in failures and (kill is None or rank != kill[0]):
+                failures[rank] = f"no report in {block.deadline + 60:g} s"
+        self._end(number, exited)
+        return Outcome(block, number, reports, failures, self.nodes, kill_moment, self.networked)
+
+    def snapshots(self, outcome: Outcome) -> list[Path]:
+        """The files in which the ranks kept their models, in rank order."""
+        folder = Path(self._folder.name)
+        return [folder / f"{outcome.number}-{rank}.safetensors" for rank in sorted(outcome.reports)]
+
+    def close(self) -> None:
+        """End the ranks, remove the network and the files."""
+        self.lab.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end(self, number: int, exited: set[int]) -> None:
+        """Every block's processes are gone before the next begins."""
+        self._tell_all({"do": "end"})
+        until = time.monotonic() + 10
+        while len(exited) < len(self.nodes):
+            try:
+                rank, said = self._said.get(timeout=max(0.01, until - time.monotonic()))
+            except queue.Empty:
+                missing = sorted(set(range(len(self.nodes))) - exited)
+                raise RuntimeError(f"the processes of rank(s) {missing} do not end, even by SIGKILL") from None
+            if said.get("block") == number and "exited" in said:
+                exited.add(rank)
+
+    def _limit(self, bandwidth: str | None) -> None:
+        for node, rate in enumerate(self._rates):
+            if rate != bandwidth:
+                self.lab.limit(node, bandwidth)
+                self._rates[node] = bandwidth
+
+    def _hear(self, rank: Rank, line: str) -> None:
+        if line.startswith(MARK):
+            self._said.put((rank.number, json.loads(line.removeprefix(MARK))))
+
+    def _pipe(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"orders-{rank}"
+
+    def _tell(self, rank: int, order: Mapping[str, Any]) -> None:
+        with self._pipe(rank).open("w") as pipe:
+            pipe.write(json.dumps(order) + "\n")
+
+    def _tell_all(self, order: Mapping[str, Any]) -> None:
+        for rank in range(len(self.nodes)):
+            self._tell(rank, order)
+
+
+_FIND_PIPE = (
+    "import os, sys; os.environ['LOOSESTEP_ORDERS'] = f\"{sys.argv[1]}/orders-{os.environ['RANK']}\"; "
+    "from harness.rank import main; main()"
+)
