@@ -6,6 +6,7 @@ not have, and a rank that hangs still reports.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -36,13 +37,12 @@ def run(order: dict[str, Any], tell: Tell) -> None:
     try:
         store = _store(number)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
-        pace = Pace(
-            slower=block["slow"].get(str(rank), 1.0), jitter=block["jitter"], seed=1000 * block["seed"] + rank
-        )
+        pace = Pace(slower=block["slow"].get(str(rank), 1.0), jitter=block["jitter"], seed=1000 * block["seed"] + rank)
         work = make_work(block["work"], pace=pace, seed=block["seed"], rank=rank, world=world)
         model = work.make_model()
         begun = time.monotonic()
-        trainer = load(block["peer"]).prepare(model, work, **find(block["peer"]).options)
+        options = {**find(block["peer"]).options, **block["options"]}
+        trainer = load(block["peer"]).prepare(model, work, **options)
         prepared = time.monotonic() - begun
         start = _meet(store, rank, world)
         watch = Watch(order, start, moments, model, tell)
@@ -79,22 +79,25 @@ def _meet(store: dist.Store, rank: int, world: int) -> float:
 class Watch:
     """Looks at the clocks and counters at the begin and at the end of the timed window, and reports."""
 
-    def __init__(
-        self, order: dict[str, Any], start: float, moments: list[float], model: nn.Module, tell: Tell
-    ) -> None:
+    def __init__(self, order: dict[str, Any], start: float, moments: list[float], model: nn.Module, tell: Tell) -> None:
         self.block, self.number = order["block"], order["number"]
         self.start, self.moments, self.model, self.tell = start, moments, model, tell
         self.every: float = self.block["snapshots"]
-        self.taken: list[tuple[float, torch.Tensor]] = []
+        self.taken: dict[int, torch.Tensor] = {}
 
     def begin(self, prepared: float) -> None:
         """From now on the figures are taken in a thread, which ends with the process."""
         threading.Thread(target=self._watch, args=(prepared,), name="watch", daemon=True).start()
 
     def snapshot(self) -> None:
-        """Keep the model now and then: judged afterwards, averaged over the ranks, without stopping anybody."""
-        if self.every and self.moments[-1] >= self.every * (len(self.taken) + 1):
-            self.taken.append((self.moments[-1], flat(self.model)))
+        """Keep the model now and then: judged afterwards, averaged over the ranks, without stopping anybody.
+
+        The first model after a multiple of `every` counts for the next multiple: never for a moment before it existed.
+        """
+        if self.every:
+            number = math.ceil(self.moments[-1] / self.every)
+            if number not in self.taken:
+                self.taken[number] = flat(self.model)
 
     def _watch(self, prepared: float) -> None:
         block = self.block
@@ -128,9 +131,8 @@ class Watch:
     def _save(self) -> None:
         from safetensors.torch import save_file
 
-        taken = list(self.taken)
         path = Path(self.block["folder"]) / f"{self.number}-{os.environ['RANK']}.safetensors"
-        save_file({str(i): vector for i, (_, vector) in enumerate(taken)}, path)
+        save_file({str(number): vector for number, vector in self.taken.copy().items()}, path)
 
 
 def flat(model: nn.Module) -> torch.Tensor:

@@ -22,10 +22,9 @@ from typing import Any
 
 from harness import figures
 from harness.rank import MARK
-from peers import find
-
 from loosestep.lab import Lab
 from loosestep.launch import Rank
+from peers import find
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 PROJECT = BENCHMARKS.parent
@@ -44,13 +43,15 @@ class Block:
     jitter: float = 0.0
     snapshots: float = 0.0
     """Keep the model every so many seconds; 0: never."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """For the peer's `prepare`, beside those of the line-up."""
     deadline: float = 30.0
     """The window ends here at the latest, whatever the peer has done."""
 
     def order(self, folder: str) -> dict[str, Any]:
-        """What the ranks need to know; at least two periods of warm-up and three of measurement."""
+        """What the ranks need to know: warm-up lasts for one exchange at least, the window contains one whole period."""
         period = find(self.peer).period
-        steps = {"warm_steps": 2 * period + 3, "least_steps": max(4, 3 * period)}
+        steps = {"warm_steps": period + 3, "least_steps": max(4, 2 * period)}
         return {**dataclasses.asdict(self), **steps, "folder": folder}
 
 
@@ -62,6 +63,8 @@ class Outcome:
     number: int
     reports: dict[int, dict[str, Any]]
     failures: dict[int, str]
+    failed_at: dict[int, float]
+    """Seconds after the start."""
     nodes: list[int]
     """The node of every rank."""
     kill_moment: float | None = None
@@ -92,13 +95,16 @@ class Outcome:
         return sum(report["steps"] for report in self.reports.values())
 
     @property
+    def bytes_sent(self) -> float:
+        """What left all nodes in the window, by the counters of their cables; nan without a network."""
+        links = {self.nodes[rank]: report for rank, report in self.reports.items()}  # one rank of each node
+        sent = sum(report["after"]["sent"] - report["before"]["sent"] for report in links.values())
+        return sent if self.networked else float("nan")
+
+    @property
     def bytes_per_gradient(self) -> float:
-        """Counted on the nodes' cables in the window."""
-        links = {
-            self.nodes[rank]: (report["before"]["sent"], report["after"]["sent"])
-            for rank, report in self.reports.items()
-        }
-        return figures.bytes_per_gradient(links, self.gradients) if self.networked else float("nan")
+        """Of any rank."""
+        return self.bytes_sent / self.gradients if self.gradients else float("nan")
 
     @property
     def cpu_per_gradient(self) -> float:
@@ -113,9 +119,14 @@ class Outcome:
 
 
 class Cluster:
-    """`nodes` x `ranks_per_node` processes that wait for blocks. Without `network` (no root) all share the loopback."""
+    """`nodes` x `ranks_per_node` processes that wait for blocks. Without `network` (no root) all share the loopback.
 
-    def __init__(self, nodes: int, ranks_per_node: int, *, network: bool = True, patience: float = 120.0) -> None:
+    `preload`: modules, separated by commas, that are imported before the first block.
+    """
+
+    def __init__(
+        self, nodes: int, ranks_per_node: int, *, network: bool = True, preload: str = "", patience: float = 120.0
+    ) -> None:
         self.nodes = [node for node in range(nodes) for _ in range(ranks_per_node)]
         self.networked = network
         self._said: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
@@ -126,14 +137,14 @@ class Cluster:
         try:
             for rank in range(len(self.nodes)):
                 os.mkfifo(self._pipe(rank))
-            self._start(patience)
+            self._start(preload, patience)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, patience: float) -> None:
+    def _start(self, preload: str, patience: float) -> None:
         paths = [str(BENCHMARKS), str(PROJECT / "src"), os.environ.get("PYTHONPATH", "")]
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "TORCHFT_QUIET": "1"}
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "LOOSESTEP_PRELOAD": preload}
         command = [sys.executable, "-c", _FIND_PIPE, self._folder.name]
         self._job = self.lab.start(command, env=env, output=self._hear)
         waiting = set(range(len(self.nodes)))
@@ -166,6 +177,7 @@ class Cluster:
         number, world = self._number, len(self.nodes)
         reports: dict[int, dict[str, Any]] = {}
         failures: dict[int, str] = {}
+        failed_at: dict[int, float] = {}
         exited: set[int] = set()
         start: float | None = None
         kill_moment: float | None = None
@@ -184,19 +196,19 @@ class Cluster:
                 continue
             if "started" in said:
                 start = said["started"]
-            elif "failed" in said:
-                failures[rank] = said["failed"]
-            elif "exited" in said:
-                exited.add(rank)
+            elif "failed" in said or "exited" in said:
+                failed_at.setdefault(rank, time.monotonic() - (start or time.monotonic()))
+                if "exited" in said:
+                    exited.add(rank)
                 if kill is None or rank != kill[0]:
-                    failures.setdefault(rank, f"ended by itself with code {said['exited']}")
+                    failures.setdefault(rank, said.get("failed") or f"ended with code {said['exited']}")
             else:
                 reports[rank] = said
         for rank in range(world):
             if rank not in reports and rank not in failures and (kill is None or rank != kill[0]):
                 failures[rank] = f"no report in {block.deadline + 60:g} s"
         self._end(number, exited)
-        return Outcome(block, number, reports, failures, self.nodes, kill_moment, self.networked)
+        return Outcome(block, number, reports, failures, failed_at, self.nodes, kill_moment, self.networked)
 
     def snapshots(self, outcome: Outcome) -> list[Path]:
         """The files in which the ranks kept their models, in rank order."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 WAITS, PARTLY, FREE = "waits for the slowest", "partly waits", "does not wait"
 
@@ -28,7 +29,7 @@ def pace(moments: Sequence[float], begin: float, end: float, *, period: int = 1)
 def longest_gap(moments: Sequence[float], begin: float, end: float) -> float:
     """The longest stretch between `begin` and `end` in which a rank ended no step, open ends included."""
     inside = [begin, *(moment for moment in moments if begin < moment < end), end]
-    return max(after - before for before, after in zip(inside, inside[1:], strict=False))
+    return max(after - before for before, after in pairwise(inside))
 
 
 def freedom(paces: Sequence[float], alone: Sequence[float], slow: int) -> float:
@@ -46,9 +47,3 @@ def freedom(paces: Sequence[float], alone: Sequence[float], slow: int) -> float:
 def verdict(share: float) -> str:
     """`freedom` in words; this is how a hidden barrier shows."""
     return WAITS if share < 0.25 else FREE if share > 0.75 else PARTLY
-
-
-def bytes_per_gradient(links: Mapping[int, tuple[int, int]], gradients: int) -> float:
-    """What left all nodes per gradient; `links` has each node's counter at the begin and at the end."""
-    sent = sum(after - before for before, after in links.values())
-    return sent / gradients if gradients else float("nan")

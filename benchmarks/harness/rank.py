@@ -20,6 +20,10 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 MARK = "@block "
+MODULES = (
+    "torch.distributed", "torch.nn.parallel", "torch._dynamo", "psutil", "loosestep", "harness.block", "harness.work", "peers.ours",
+)  # fmt: skip
+"""What every block would import; the first optimizer of a process imports dynamo, which takes seconds."""
 
 
 def tell(**fields: Any) -> None:
@@ -30,14 +34,17 @@ def tell(**fields: Any) -> None:
 
 def main() -> None:
     """Import what costs time, then obey."""
-    for module in ("torch.distributed", "torch.nn.parallel", "loosestep", "harness.block", "harness.work", "peers"):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a word
+    for module in [*MODULES, *filter(None, os.environ.get("LOOSESTEP_PRELOAD", "").split(","))]:
         importlib.import_module(module)
     if threading.active_count() > 1:
-        raise RuntimeError(f"an import started a thread ({threading.enumerate()}): this process can no longer fork safely")
+        raise RuntimeError(
+            f"an import started a thread ({threading.enumerate()}): this process can no longer fork safely"
+        )
     tell(ready=True)
     pipe = os.open(os.environ["LOOSESTEP_ORDERS"], os.O_RDWR)  # also for writing: then it never ends
     child: int | None = None
-    handle = -1
+    handle = number = -1
     orders = _orders(pipe)
     while True:
         ready, _, _ = select.select([pipe, *([handle] if child is not None else [])], [], [])

@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peers.base import Trainer, Work
 
-
 ONE_BUCKET = 1024
 """MB. PowerSGD's callbacks wait for further all-reduces inside gloo's two threads: with two buckets both wait for ever."""
 

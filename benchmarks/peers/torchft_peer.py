@@ -28,7 +28,9 @@ def prepare(model: nn.Module, work: Work, *, period: int, outer: bool = False) -
     rank, world, address = dist.get_rank(), dist.get_world_size(), own_address()
     lighthouse = None
     if rank == 0:
-        lighthouse = LighthouseServer(bind=f"{address}:0", min_replicas=1, join_timeout_ms=200, heartbeat_timeout_ms=2000)
+        lighthouse = LighthouseServer(
+            bind=f"{address}:0", min_replicas=1, join_timeout_ms=200, heartbeat_timeout_ms=2000
+        )
         port = lighthouse.address().rpartition(":")[2]
         store.set("lighthouse", f"http://{address}:{port}")
     own_store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)

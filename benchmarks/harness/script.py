@@ -1,0 +1,122 @@
+"""What every benchmark script shares: options, the line-up, progress, plots, sections of RESULTS.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+from common import machine, publish
+from peers import NOT_MEASURED, Peer, choose
+
+PLOTS = Path(__file__).resolve().parents[1] / "plots"
+LIMITS = (
+    "Limits: one machine; all ranks share its cores, nodes are network namespaces, links are token buckets, sleeping stands for an "
+    "accelerator at work. Ratios between rows carry over to a cluster as far as its compute and link times resemble these; "
+    "absolute speeds do not."
+)
+T = TypeVar("T")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """With the options that all have."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="a small version that shows that it works; nothing written")
+    made.add_argument("--rounds", type=int, help="repetitions; in each, every peer runs once")
+    made.add_argument(
+        "--peers", nargs="*", default=[], metavar="NAME", help="only peers whose names contain one of these"
+    )
+    made.add_argument("--dry", action="store_true", help="print the section, write nothing")
+    return made
+
+
+def lineup(options: argparse.Namespace, names: Sequence[str] = (), *, forked_only: bool = False) -> list[Peer]:
+    """The peers to measure and, printed, those that cannot be."""
+    chosen = choose(options.peers or names, full=not options.quick)
+    usable = [peer for peer in chosen if peer.missing() is None and not (forked_only and peer.launcher != "fork")]
+    for peer in chosen:
+        if peer.missing() is not None:
+            print(f"{peer.name}: {peer.missing()}")
+    return usable
+
+
+def absent(options: argparse.Namespace) -> str:
+    """A line about the peers that are not in the table."""
+    reasons = {peer.name: reason for peer in choose(full=True) if (reason := peer.missing()) is not None}
+    left = {**reasons, **NOT_MEASURED}
+    return "Not in the table: " + "; ".join(f"{name} ({reason})" for name, reason in left.items()) + "."
+
+
+def versions() -> str:
+    """Of the peers that are installed."""
+    found = []
+    for name in ("torchft-nightly", "decent-dp", "hivemind", "heat", "accelerate"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found) or "no peers installed"
+
+
+def progress(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
+    """Each item, with a line that says how far and how long still."""
+    begun = time.monotonic()
+    for number, item in enumerate(items):
+        passed = time.monotonic() - begun
+        left = f", about {passed / number * (len(items) - number):.0f} s left" if number else ""
+        print(f"[{number + 1}/{len(items)}{left}] {describe(item)}", flush=True)
+        yield item
+    print(f"took {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def keep(name: str, lines: Iterable[Mapping[str, object]]) -> None:
+    """The raw figures, one JSON object a line, beside other runs (not part of the project)."""
+    folder = Path("runs") / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.jsonl").open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def finish(name: str, text: str, options: argparse.Namespace, where: str) -> None:
+    """Limits, machine and versions below the text; printed, and written unless it was quick or a part only."""
+    whole = f"{text.strip()}\n\n{absent(options)}\n\n{LIMITS}\n\n{where}; {versions()}."
+    publish(name, whole, quick=options.quick or options.dry or bool(options.peers))
+
+
+def plot(name: str, draw: Callable[[object], None], options: argparse.Namespace, *, title: str) -> str:
+    """A picture beside RESULTS.md, and the line that shows it; nothing where matplotlib is missing or nothing is written."""
+    if options.quick or options.dry or options.peers:
+        return ""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no matplotlib: no plot")
+        return ""
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9}
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    draw(axes)
+    axes.set_title(title)
+    PLOTS.mkdir(exist_ok=True)
+    figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
+    pyplot.close(figure)
+    return f"![{title}](plots/{name}.svg)\n"
+
+
+def require_root() -> None:
+    """Links need network namespaces."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        sys.exit(
+            "limited links need Linux and root: run it as root, or see stragglers.py and kill.py, which do without"
+        )
+
+
+__all__ = ["absent", "finish", "keep", "lineup", "machine", "parser", "plot", "progress", "require_root", "versions"]

@@ -1,0 +1,1 @@
+"""Peers that misbehave on purpose, to see that the harness notices."""

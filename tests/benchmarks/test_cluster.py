@@ -1,0 +1,87 @@
+"""The harness itself: real processes, peers that misbehave."""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fakes.sender import PAYLOAD
+from torch import nn
+
+from harness import figures
+from harness.block import Watch
+from harness.cluster import Block, Cluster
+from peers import FREE
+
+WORK = {"kind": "layers", "megabytes": 0.1, "seconds": 0.02}
+needs_root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
+)
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the harness needs Linux")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2, 1, network=False) as made:
+        yield made
+
+
+def run(cluster: Cluster, peer: str, **options: Any) -> Any:
+    return cluster.run(Block(peer, WORK, **{"window": 0.8, "warmup": 0.2, "deadline": 15.0, **options}))
+
+
+def test_a_slow_peer_is_measured_as_slow(cluster: Cluster) -> None:
+    free, slow = run(cluster, FREE), run(cluster, "module:fakes.slow")
+    assert free.failures == slow.failures == {}
+    assert 0.05 < slow.speed / free.speed < 0.6  # 20 ms of compute and 100 ms lost: a sixth, more where sleeps are late
+
+
+def test_a_hidden_barrier_is_caught_by_a_slow_rank(cluster: Cluster) -> None:
+    free, met = (run(cluster, peer, slow={1: 8.0}) for peer in (FREE, "module:fakes.barrier"))
+    shares = [figures.freedom(outcome.paces, free.paces, slow=1) for outcome in (free, met)]
+    assert [figures.verdict(share) for share in shares] == [figures.FREE, figures.WAITS]
+
+
+def test_a_peer_that_hangs_costs_its_own_block_only(cluster: Cluster) -> None:
+    hung = run(cluster, "module:fakes.hang", deadline=2.0)
+    assert hung.speed == 0.0
+    assert all(len(report["moments"]) == 2 for report in hung.reports.values())
+    assert run(cluster, FREE).speed > 0
+
+
+def test_a_peer_that_cannot_prepare_says_why(cluster: Cluster) -> None:
+    failed = run(cluster, "daso:period=0")
+    assert set(failed.failures) == {0, 1}
+    assert "got 0" in failed.failed
+
+
+def test_a_killed_rank_is_seen_by_its_absence(cluster: Cluster) -> None:
+    outcome = cluster.run(Block(FREE, WORK, window=1.5, warmup=0.1, deadline=10.0), kill=(1, 0.5))
+    assert list(outcome.reports) == [0]
+    assert outcome.kill_moment == pytest.approx(0.5, abs=0.4)
+    assert outcome.reports[0]["moments"][-1] > outcome.kill_moment
+
+
+@needs_root
+def test_traffic_counted_in_the_ranks_is_what_the_links_carried() -> None:
+    with Cluster(2, 1) as networked:
+        before = networked.lab.bytes()
+        block = Block("module:fakes.sender", {**WORK, "seconds": 0.01}, window=2.0, warmup=0.0, deadline=20.0)
+        outcome = networked.run(block, bandwidth="800mbit")
+        on_links = sum(after[0] - first[0] for after, first in zip(networked.lab.bytes(), before, strict=True))
+    assert outcome.failures == {}
+    assert outcome.bytes_sent == pytest.approx(on_links, rel=0.02)
+    assert outcome.bytes_sent == pytest.approx(30 * PAYLOAD, rel=0.05)  # headers come on top
+
+
+@pytest.mark.parametrize(("moments", "kept"), [([0.1, 0.2, 0.3], [1, 2]), ([1.06, 2.12], [5, 9]), ([0.25], [1])])
+def test_a_model_never_counts_for_a_moment_before_it_existed(moments: list[float], kept: list[int]) -> None:
+    seen: list[float] = []
+    order = {"number": 1, "block": {"snapshots": 0.25}}
+    watch = Watch(order, 0.0, seen, nn.Linear(2, 2), lambda **_: None)
+    for moment in moments:
+        seen.append(moment)
+        watch.snapshot()
+    assert list(watch.taken) == kept
+    assert all(number * 0.25 >= moment for number, moment in zip(kept, moments, strict=False))
