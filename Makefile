@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PEERS  := .venv-peers
+PIP    := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench bench-quick clean
+.PHONY: demo test lint peers bench bench-quick clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -24,7 +26,24 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY)
+# The libraries we are measured against, in an environment of their own that borrows torch and our dependencies from the first.
+peers: $(PEERS)/.ready
+
+$(PEERS)/.ready: $(READY) benchmarks/peers/requirements.txt
+	test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
+	printf '%s\n' $(CURDIR)/$(VENV)/lib/python*/site-packages $(CURDIR)/src > $$(echo $(PEERS)/lib/python*/site-packages)/borrowed.pth
+	grep -v '^#' benchmarks/peers/requirements.txt | while read -r line; do \
+	  $(PEERS)/bin/python $(PIP) $$line || echo "cannot install $$line: the tables will say so"; done
+	touch $@
+
+bench: $(PEERS)/.ready
+	$(PEERS)/bin/python benchmarks/throughput.py
+	$(PEERS)/bin/python benchmarks/time_to_accuracy.py
+	$(PEERS)/bin/python benchmarks/stragglers.py
+	$(PEERS)/bin/python benchmarks/kill.py
+	$(PEERS)/bin/python benchmarks/footprint.py
+	$(PEERS)/bin/python benchmarks/scaling.py
+	$(PEERS)/bin/python benchmarks/claims.py
 	$(BIN)/python benchmarks/daso_throughput.py
 	$(BIN)/python benchmarks/gossip_throughput.py
 	$(BIN)/python benchmarks/exchange_cost.py
@@ -32,9 +51,13 @@ bench: $(READY)
 	$(BIN)/python benchmarks/attach_overhead.py
 	$(BIN)/python benchmarks/accuracy.py
 
-bench-quick: $(READY)
-	$(BIN)/python benchmarks/daso_throughput.py --quick
-	$(BIN)/python benchmarks/gossip_throughput.py --quick
+bench-quick: $(PEERS)/.ready
+	$(PEERS)/bin/python benchmarks/throughput.py --quick
+	$(PEERS)/bin/python benchmarks/time_to_accuracy.py --quick
+	$(PEERS)/bin/python benchmarks/stragglers.py --quick
+	$(PEERS)/bin/python benchmarks/kill.py --quick
+	$(PEERS)/bin/python benchmarks/footprint.py --quick
+	$(PEERS)/bin/python benchmarks/scaling.py --quick
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -34,7 +34,7 @@ def main() -> None:
             outcome = cluster.run(block, bandwidth="500mbit")
             found[peer.name].append(figures_of(outcome))
             print(f"      {outcome.bytes_per_gradient / 1e6:.2f} MB per gradient {outcome.failed or ''}", flush=True)
-    keep("footprint", ({"peer": name, "figures": values} for name, values in found.items()))
+    keep("footprint", ({"peer": name, "figures": values} for name, values in found.items()), chosen)
     text = f"## Footprint: two nodes of two ranks, 500 Mbit/s, a model of 4 MB, 50 ms of emulated compute\n\n{rows_of(peers, found)}\n\n"
     text += picture(peers, found, chosen)
     text += (

@@ -51,7 +51,7 @@ def main() -> None:
             outcome = cluster.run(block, kill=(VICTIM, AT))
             results[peer.name].append(fate(outcome))
             print(f"      {story(results[peer.name][-1])}", flush=True)
-    keep("kill", ({"peer": name, "results": found} for name, found in results.items()))
+    keep("kill", ({"peer": name, "results": found} for name, found in results.items()), chosen)
     rows = [row(peer, results[peer.name]) for peer in peers]
     text = f"## Kill: SIGKILL to one of four ranks\n\n{table(['', 'survivors that go on', 'longest gap', 'then, of the pace before', 'what they say'], rows)}\n\n"
     text += picture(peers, results, chosen)

@@ -44,7 +44,7 @@ def main() -> None:
                 outcome = cluster.run(block, bandwidth="500mbit")
                 speeds[nodes, peer.name].append(outcome.speed or float("nan"))
                 print(f"      {outcome.speed:7.1f} gradients/s {outcome.failed or ''}", flush=True)
-    keep("scaling", ({"nodes": n, "peer": p, "speeds": s} for (n, p), s in speeds.items()))
+    keep("scaling", ({"nodes": n, "peer": p, "speeds": s} for (n, p), s in speeds.items()), chosen)
     text = f"## Scaling: 2 to 16 ranks, nodes of two, 500 Mbit/s, 1 MB, 300 ms of emulated compute\n\n{rows_of(peers, sizes, speeds)}\n\n"
     text += picture(peers, sizes, speeds, chosen)
     text += (

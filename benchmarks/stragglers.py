@@ -53,7 +53,7 @@ def main() -> None:
             outcome = cluster.run(block)
             paces.setdefault((case.label, peer.name), []).append(outcome.paces)
             print(f"      {outcome.speed:7.1f} gradients/s {outcome.failed or ''}", flush=True)
-    keep("stragglers", ({"case": c, "peer": p, "paces": v} for (c, p), v in paces.items()))
+    keep("stragglers", ({"case": c, "peer": p, "paces": v} for (c, p), v in paces.items()), chosen)
     text = f"## Stragglers: four ranks, 20 ms of emulated compute\n\n{rows_of(cases, peers, paces)}\n\n"
     text += picture(cases, peers, paces, chosen)
     text += (

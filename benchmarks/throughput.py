@@ -84,7 +84,7 @@ def measure(part: str, options: Any) -> None:
             if outcome.failed:
                 failures[peer.name] = outcome.failed
             print(f"      {speed:7.1f} gradients/s {outcome.failed or ''}", flush=True)
-    keep(f"throughput-{part}", ({"case": c, "peer": p, "speeds": s} for (c, p), s in speeds.items()))
+    keep(f"throughput-{part}", ({"case": c, "peer": p, "speeds": s} for (c, p), s in speeds.items()), options)
     name = f"throughput-{part}"
     text = f"## {TITLES[part]}\n\n{tables(cases, peers, speeds)}\n\n"
     text += picture(name, cases, peers, speeds, options)

@@ -20,6 +20,7 @@ from common import Spread, table
 from harness import tasks
 from harness.cluster import Block, Cluster
 from harness.script import finish, keep, lineup, machine, parser, plot, progress, require_root
+from harness.tasks import TITLES
 from peers import FREE, Peer
 
 BANDWIDTHS = ("100mbit", "500mbit")
@@ -71,7 +72,7 @@ def main() -> None:
 def measure(name: str, options: Any) -> None:
     """One section."""
     plan, where = PLANS[name], machine()
-    print(f"\n{tasks.TITLES[name]}\n{where}", flush=True)
+    print(f"\n{TITLES[name]}\n{where}", flush=True)
     peers = [p for p in lineup(options, QUICK if options.quick else (), forked_only=True) if p.name != FREE]
     if not options.peers:
         peers = [peer for peer in peers if not any(word in peer.name for word in LEFT_OUT)]
@@ -98,17 +99,17 @@ def measure(name: str, options: Any) -> None:
                 f"      {_seconds(plan.reached(qualities))} s; at the end {qualities[-1:]} {outcome.failed or ''}",
                 flush=True,
             )
-    keep(f"time-to-accuracy-{name}", ({"rate": r, "peer": p, "curves": c} for (r, p), c in curves.items()))
+    keep(f"time-to-accuracy-{name}", ({"rate": r, "peer": p, "curves": c} for (r, p), c in curves.items()), options)
     section = f"time-to-accuracy-{name}"
     goal = f"{plan.target:.0%} test accuracy" if plan.higher else f"a test loss of {plan.target:g}"
-    text = f"## Time to accuracy: {tasks.TITLES[name]}\n\n{rows_of(plan, bandwidths, peers, curves)}\n\n"
+    text = f"## Time to accuracy: {TITLES[name]}\n\n{rows_of(plan, bandwidths, peers, curves)}\n\n"
     text += picture(section, plan, bandwidths[0], peers, curves, options)
     text += (
         f"\nSeconds until the average of the ranks' models has {goal}, judged every {plan.every:g} s, and its quality after {lasts:g} s; median "
         f"(least-most) of {seeds} seed(s). Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate "
         f"{tasks.RATES[name]:g}, batch {tasks.OPTIONS[name]['batch']} a rank."
     )
-    finish(section, text, options, where) if not options.bandwidth else print(text)
+    finish(section, text, options, where)
 
 
 def rows_of(plan: Plan, bandwidths: tuple[str, ...], peers: list[Peer], curves: Curves) -> str:
@@ -142,7 +143,7 @@ def picture(name: str, plan: Plan, rate: str, peers: list[Peer], curves: Curves,
         axes.set_xlabel(f"seconds, {rate}, first seed")
         axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
 
-    return plot(name, draw, options, title=tasks.TITLES[name.removeprefix("time-to-accuracy-")])
+    return plot(name, draw, options, title=TITLES[name.removeprefix("time-to-accuracy-")])
 
 
 if __name__ == "__main__":

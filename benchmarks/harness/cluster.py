@@ -38,6 +38,8 @@ class Block:
     work: Mapping[str, Any]
     window: float = 1.0
     warmup: float = 0.5
+    steps: int = 4
+    """The window is longer if a rank has made fewer."""
     seed: int = 0
     slow: Mapping[int, float] = field(default_factory=dict)
     jitter: float = 0.0
@@ -51,7 +53,7 @@ class Block:
     def order(self, folder: str) -> dict[str, Any]:
         """What the ranks need to know: warm-up lasts for one exchange at least, the window contains one whole period."""
         period = find(self.peer).period
-        steps = {"warm_steps": period + 3, "least_steps": max(4, 2 * period)}
+        steps = {"warm_steps": period + 3, "least_steps": max(self.steps, 2 * period)}
         return {**dataclasses.asdict(self), **steps, "folder": folder}
 
 

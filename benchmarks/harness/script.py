@@ -16,6 +16,8 @@ from common import machine, publish
 from peers import NOT_MEASURED, Peer, choose
 
 PLOTS = Path(__file__).resolve().parents[1] / "plots"
+RAW = Path(__file__).resolve().parents[2] / "runs" / "bench"
+"""Raw figures of the last full runs, not part of the project."""
 LIMITS = (
     "Limits: one machine; all ranks share its cores, nodes are network namespaces, links are token buckets, sleeping stands for an "
     "accelerator at work. Ratios between rows carry over to a cluster as far as its compute and link times resemble these; "
@@ -75,23 +77,28 @@ def progress(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
     print(f"took {time.monotonic() - begun:.0f} s", flush=True)
 
 
-def keep(name: str, lines: Iterable[Mapping[str, object]]) -> None:
-    """The raw figures, one JSON object a line, beside other runs (not part of the project)."""
-    folder = Path("runs") / "bench"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.jsonl").open("w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+def keep(name: str, lines: Iterable[Mapping[str, object]], options: argparse.Namespace) -> None:
+    """The raw figures of a full run, one JSON object a line, for the table of claims."""
+    if not partial(options):
+        RAW.mkdir(parents=True, exist_ok=True)
+        with (RAW / f"{name}.jsonl").open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def partial(options: argparse.Namespace) -> bool:
+    """Whether the run was made smaller, or only to look: then nothing is written."""
+    return bool(options.quick or options.dry or options.peers or getattr(options, "bandwidth", None))
 
 
 def finish(name: str, text: str, options: argparse.Namespace, where: str) -> None:
     """Limits, machine and versions below the text; printed, and written unless it was quick or a part only."""
-    whole = f"{text.strip()}\n\n{absent(options)}\n\n{LIMITS}\n\n{where}; {versions()}."
-    publish(name, whole, quick=options.quick or options.dry or bool(options.peers))
+    whole = f'<a id="{name}"></a>\n\n{text.strip()}\n\n{absent(options)}\n\n{LIMITS}\n\n{where}; {versions()}.'
+    publish(name, whole, quick=partial(options))
 
 
 def plot(name: str, draw: Callable[[object], None], options: argparse.Namespace, *, title: str) -> str:
     """A picture beside RESULTS.md, and the line that shows it; nothing where matplotlib is missing or nothing is written."""
-    if options.quick or options.dry or options.peers:
+    if partial(options):
         return ""
     try:
         import matplotlib
@@ -119,4 +126,16 @@ def require_root() -> None:
         )
 
 
-__all__ = ["absent", "finish", "keep", "lineup", "machine", "parser", "plot", "progress", "require_root", "versions"]
+__all__ = [
+    "RAW",
+    "absent",
+    "finish",
+    "keep",
+    "lineup",
+    "machine",
+    "parser",
+    "plot",
+    "progress",
+    "require_root",
+    "versions",
+]

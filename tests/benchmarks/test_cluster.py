@@ -67,7 +67,9 @@ def test_a_killed_rank_is_seen_by_its_absence(cluster: Cluster) -> None:
 def test_traffic_counted_in_the_ranks_is_what_the_links_carried() -> None:
     with Cluster(2, 1) as networked:
         before = networked.lab.bytes()
-        block = Block("module:fakes.sender", {**WORK, "seconds": 0.01}, window=2.0, warmup=0.0, deadline=20.0)
+        block = Block(
+            "module:fakes.sender", {**WORK, "seconds": 0.01}, window=0.5, warmup=0.0, steps=100, deadline=40.0
+        )
         outcome = networked.run(block, bandwidth="800mbit")
         on_links = sum(after[0] - first[0] for after, first in zip(networked.lab.bytes(), before, strict=True))
     assert outcome.failures == {}

@@ -143,6 +143,6 @@ def connect(store: dist.Store, *, timeout: float) -> dist.Store:
 
     Prefixes stay: they keep a restarted job, which meets in the same store, away from what its predecessor wrote.
     """
-    own = store.clone()
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
     own.set_timeout(timedelta(seconds=timeout))
     return own

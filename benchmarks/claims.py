@@ -1,0 +1,129 @@
+"""The README's table of claims, out of the figures of the last full runs: what was measured, whichever way it went.
+
+    python benchmarks/claims.py
+
+Reads runs/bench/, which the benchmarks leave; a claim whose benchmark has not run here keeps its link and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import write_section
+from harness.script import RAW
+from peers import FREE, find
+from time_to_accuracy import PLANS, TITLES
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+Lines = list[dict[str, Any]]
+WANTED = ("daso:period=4,delay=1", "delay-by-one:replica=node")
+
+
+def best(figures: dict[str, float], *, ours: bool, least: bool = False) -> tuple[str, float]:
+    """The best of ours or of the peers; no communication is neither."""
+    known = {k: v for k, v in figures.items() if k != FREE and find(k).ours == ours and not math.isnan(v)}
+    name = (min if least else max)(known, key=lambda key: known[key])
+    return name, known[name]
+
+
+def shares(lines: Lines, case: str, key: str = "speeds") -> dict[str, float]:
+    """By peer: the median over the rounds of the share of no communication."""
+    of_case = {line["peer"]: [_total(figure) for figure in line[key]] for line in lines if line["case"] == case}
+    free = of_case[FREE]
+    return {
+        peer: statistics.median(value / base for value, base in zip(values, free, strict=True))
+        for peer, values in of_case.items()
+    }
+
+
+def _total(figure: float | list[float]) -> float:
+    return sum(figure) if isinstance(figure, list) else figure
+
+
+def throughput(lines: Lines) -> str:
+    found = shares(lines, "500 Mbit/s")
+    mine = ", ".join(f"`{name}` {found[name]:.1%}" for name in WANTED)
+    peer, share = best(found, ours=False)
+    return (
+        f"{mine} of the speed without communication; best peer: {peer}, {share:.1%}; torch DDP {found['torch DDP']:.1%}"
+    )
+
+
+def accuracy(task: str) -> Callable[[Lines], str]:
+    def sentence(lines: Lines) -> str:
+        told = []
+        for rate in sorted({line["rate"] for line in lines}):
+            reached = {
+                line["peer"]: statistics.median(PLANS[task].reached(curve) for curve in line["curves"])
+                for line in lines
+                if line["rate"] == rate
+            }
+            pair = [best(reached, ours=ours, least=True) for ours in (True, False)]
+            told.append(f"{rate}: `{pair[0][0]}` {pair[0][1]:.2f} s; best peer: {pair[1][0]}, {pair[1][1]:.2f} s")
+        return "; ".join(told).replace("inf s", "never")
+
+    return sentence
+
+
+def stragglers(lines: Lines) -> str:
+    found = shares(lines, "one 10x slower", "paces")
+    (mine, share), (peer, theirs) = best(found, ours=True), best(found, ours=False)
+    return f"`{mine}` {share:.0%} of the speed without communication; best peer: {peer}, {theirs:.0%}; torch DDP {found['torch DDP']:.0%}"
+
+
+def kill(lines: Lines) -> str:
+    worst = {line["peer"]: min(line["results"], key=lambda one: (one[0], -one[1])) for line in lines}
+    going = {peer: found[1] for peer, found in worst.items() if found[0]}
+    sides = []
+    for ours in (True, False):
+        mine = [f"{peer} ({gap:.2f} s)" for peer, gap in going.items() if find(peer).ours == ours and peer != FREE]
+        sides.append(", ".join(mine) or "none")
+    return f"survivors go on (longest gap): {sides[0]}; peers: {sides[1]}"
+
+
+def footprint(lines: Lines) -> str:
+    sent = {line["peer"]: statistics.median(one["bytes"] for one in line["figures"]) / 1e6 for line in lines}
+    (mine, ours), (peer, theirs) = best(sent, ours=True, least=True), best(sent, ours=False, least=True)
+    daso = f"`{WANTED[0]}` {sent[WANTED[0]]:.2f} MB per gradient, torch DDP {sent['torch DDP']:.2f}"
+    return f"{daso}; least of ours: `{mine}`, {ours:.2f}; least of the peers: {peer}, {theirs:.2f}"
+
+
+def scaling(lines: Lines) -> str:
+    most = max(line["nodes"] for line in lines)
+    found = shares([{**line, "case": "most"} for line in lines if line["nodes"] == most], "most")
+    (mine, share), (peer, theirs) = best(found, ours=True), best(found, ours=False)
+    return f"{2 * most} ranks: `{mine}` {share:.0%} of the speed without communication; best peer: {peer}, {theirs:.0%}"
+
+
+CLAIMS: list[tuple[str, str, Callable[[Lines], str]]] = [
+    ("Slow links cost little: two nodes of two ranks, 500 Mbit/s, 4 MB", "throughput-main", throughput),
+    *((f"Time to accuracy, {TITLES[task]}", f"time-to-accuracy-{task}", accuracy(task)) for task in PLANS),
+    ("One rank of four is ten times slower", "stragglers", stragglers),
+    ("One rank of four is killed", "kill", kill),
+    ("Traffic: two nodes of two ranks, 4 MB", "footprint", footprint),
+    ("Many ranks, 500 Mbit/s, 1 MB", "scaling", scaling),
+]
+
+
+def main() -> None:
+    rows = []
+    for what, name, sentence in CLAIMS:
+        file = RAW / f"{name}.jsonl"
+        found = (
+            sentence([json.loads(line) for line in file.read_text().splitlines()])
+            if file.exists()
+            else "not measured yet"
+        )
+        rows.append([what, found, f"[table](benchmarks/RESULTS.md#{name})"])
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in (["", "measured", ""], ["---"] * 3, *rows))
+    print(text)
+    write_section("claims", text, path=README)
+
+
+if __name__ == "__main__":
+    main()
