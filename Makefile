@@ -12,7 +12,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lab,speech,vision]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lab,speech,vision,lightning,accelerate,transformers]'
 	touch $@
 
 demo: $(READY)

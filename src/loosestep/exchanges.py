@@ -126,7 +126,7 @@ class CollectiveEngine:
             return None
         return (
             "several ranks computed exactly the same so far: they probably see the same data. Give each rank its own part, for "
-            "instance with torch.utils.data.DistributedSampler"
+            "instance with torch.utils.data.DistributedSampler. (Or DistributedDataParallel averages over all of them: do not wrap)"
         )
 
     def save(self) -> dict[str, Any]:

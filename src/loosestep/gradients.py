@@ -113,7 +113,8 @@ class GradientAverager:
         self._open: Scope | None = None
         self._rounds = 0
         self._checksum = 0.0
-        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._ready) for p in params]
+        ready = torch.compiler.disable(self._ready)
+        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in params]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -104,7 +104,7 @@ def _check_ddp(model: nn.Module, wrappers: Sequence[DistributedDataParallel], ma
             raise ValueError(
                 f"the model is wrapped in DistributedDataParallel over ranks {_some(group)}, which averages gradients among all of them on "
                 f"every step; the ranks of this node are {_some(mates)}. Attach the plain module (loosestep averages inside the node "
-                "itself), or give DistributedDataParallel the node's group: process_group=loosestep.node_mesh().get_group()"
+                f"itself), or give DistributedDataParallel the node's group: process_group=loosestep.node_mesh().get_group(){_hints()}"
             )
     covered = {id(p) for w in wrappers for name, p in w.module.named_parameters() if name not in w.parameters_to_ignore}
     for name, param in model.named_parameters():
@@ -139,6 +139,15 @@ def _check_shards(model: nn.Module, spread: dict[str, nn.Parameter], mates: Sequ
     for name, buffer in model.named_buffers():
         if is_dtensor(buffer) and copies(buffer) < len(mesh_ranks(buffer)):
             raise ValueError(f"buffer {name} is sharded, which cannot be averaged; keep buffers whole on every rank")
+
+
+def _hints() -> str:
+    """How to keep the trainers that are loaded from wrapping the model."""
+    known = {
+        "lightning": "Lightning: Trainer(strategy=loosestep.integrations.lightning.LoosestepStrategy(...))",
+        "accelerate": "Accelerate: accelerator.prepare_model(model, evaluation_mode=True) places the model without wrapping it",
+    }
+    return "".join(f". {hint}" for library, hint in known.items() if library in sys.modules)
 
 
 def _some(ranks: Sequence[int]) -> str:

@@ -40,7 +40,10 @@ class Run:
         self._stepped: set[int] = set()
         self._groups = self._count_groups()
         self._active, self._warned = True, False
-        self._handles = [o.register_step_post_hook(self._after_step) for o in self.optimizers] if hooks else []
+        after_step = torch.compiler.disable(
+            self._after_step
+        )  # a compiled step ends its graph here instead of tracing us
+        self._handles = [o.register_step_post_hook(after_step) for o in self.optimizers] if hooks else []
         self._weak = weakref.WeakMethod(self._at_exit)
         atexit.register(_call_weakly, self._weak)
 

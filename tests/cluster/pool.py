@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 60.0
+PATIENCE = 100.0  # of which importing torch and its DTensor on busy cores takes most
 
 
 class Pool:

@@ -1,0 +1,50 @@
+"""Hugging Face's Trainer: `attach(trainer, "daso:period=4")` before `trainer.train()`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import ParallelMode
+
+from loosestep.integrations.accelerate import attach as attach_prepared
+from loosestep.run import Run
+from loosestep.strategies import Strategy
+
+
+class LoosestepCallback(TrainerCallback):
+    """Attaches when training begins, finishes when it ends: then all processes hold the same parameters."""
+
+    def __init__(self, strategy: Strategy | str = "daso", *, trainer: Trainer | None = None, **options: Any) -> None:
+        self.run: Run | None = None
+        self._strategy, self._trainer, self._options = strategy, trainer, options
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Module and optimizer are prepared now."""
+        if self._trainer is None and args.parallel_mode == ParallelMode.DISTRIBUTED:
+            raise ValueError(
+                "the Trainer wraps the model in DistributedDataParallel over all ranks, which averages gradients among all of them on "
+                "every step; turn that off with loosestep.integrations.transformers.attach(trainer, strategy) in the place "
+                "of callbacks=[LoosestepCallback(strategy)]"
+            )
+        model = kwargs["model"] if self._trainer is None else self._trainer.model_wrapped
+        self.run = attach_prepared(model, kwargs["optimizer"], self._strategy, **self._options)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Nothing is in flight any more."""
+        if self.run is not None:
+            self.run.finish()
+
+
+def attach(trainer: Trainer, strategy: Strategy | str = "daso", **options: Any) -> LoosestepCallback:
+    """Keep the trainer from wrapping its model in DDP, and connect it by loosestep while it trains."""
+    accelerator = trainer.accelerator
+    accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+    callback = LoosestepCallback(strategy, trainer=trainer, **options)
+    trainer.add_callback(callback)
+    return callback

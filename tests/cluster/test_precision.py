@@ -1,0 +1,74 @@
+"""Mixed precision: bfloat16 parameters, autocast over float32 ones, a GradScaler that meets an Inf on one node only."""
+
+import pytest
+import torch
+from composed import GRID, batch, build, whole
+from pool import ranks
+
+import loosestep
+
+
+def low(rank: int, inside: str, form: str):
+    model = build(inside)
+    if form == "bfloat16":
+        model = model.bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    with loosestep.attach(model, optimizer, "daso:period=2", topology=GRID, deadline=20):
+        for step in range(20):
+            x = batch(rank, step, inside)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
+                loss = (model(x.to(torch.bfloat16 if form == "bfloat16" else torch.float32)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, whole(model)
+
+
+@pytest.mark.parametrize(
+    ("inside", "form"), [("plain", "bfloat16"), ("plain", "autocast"), ("fsdp", "bfloat16"), ("fsdp", "autocast")]
+)
+def test_low_precision_learns_and_ends_identical(inside, form):
+    results = ranks(4, low, inside=inside, form=form)
+    for losses, end in results:
+        assert end.dtype == (torch.bfloat16 if form == "bfloat16" else torch.float32)
+        assert torch.equal(end, results[0][1])
+        assert sum(losses[-4:]) < sum(losses[:4])
+
+
+def scaled(rank: int, inside: str, spec: str):
+    """Rank 2, on the second node, meets an Inf at step 3: its node skips that step, the other goes on."""
+    model = build(inside)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+        for step in range(9):
+            x = batch(rank, step, inside)
+            if rank == 2 and step == 3:
+                x = x * float("inf")
+            optimizer.zero_grad()
+            scaler.scale((model(x) - 1).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        steps = run.stats["steps"]
+    return steps, scaler.get_scale(), whole(model)
+
+
+@pytest.mark.parametrize(
+    ("inside", "spec", "skipping"),
+    [
+        ("plain", "daso:period=2", (2, 3)),
+        ("ddp", "daso:period=2", (2, 3)),
+        ("fsdp", "daso:period=2", (2, 3)),
+        ("plain", "allreduce", (0, 1, 2, 3)),
+        ("plain", "adpsgd", (2,)),
+    ],
+)
+def test_an_inf_on_one_node_skips_the_step_of_that_learner_only(inside, spec, skipping):
+    results = ranks(4, scaled, inside=inside, spec=spec)
+    for rank, (steps, scale, end) in enumerate(results):
+        assert steps == (8 if rank in skipping else 9)
+        assert scale == (4.0 if rank in skipping else 8.0)
+        assert bool(end.isfinite().all())
+        assert torch.equal(end, results[0][2])

@@ -1,0 +1,62 @@
+"""Two ranks on two nodes: what every trainer sets up by default, and what attach says to it."""
+
+import tempfile
+
+import lightning
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import loosestep
+from loosestep.integrations.accelerate import attach
+from loosestep.integrations.transformers import LoosestepCallback
+
+
+class Plain(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return self.net(batch[0]).sum()
+
+    def on_train_start(self) -> None:
+        loosestep.attach(self.trainer.strategy.model, self.trainer.strategy.optimizers, "daso")
+
+
+def lightning_by_default() -> None:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy="ddp", max_steps=1, **quiet)
+    trainer.fit(Plain(), DataLoader(TensorDataset(torch.zeros(8, 2))))
+
+
+def accelerate_by_default() -> None:
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    attach(model, optimizer, "daso")
+
+
+def transformers_by_default() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True)
+        data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 16
+        Trainer(model, arguments, train_dataset=data, callbacks=[LoosestepCallback("daso")]).train()
+
+
+for attempt in (accelerate_by_default, transformers_by_default, lightning_by_default):
+    try:
+        attempt()
+    except ValueError as error:
+        print(f"{attempt.__name__}: {error}")
+    else:
+        print(f"{attempt.__name__}: accepted")
