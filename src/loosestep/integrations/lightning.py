@@ -59,10 +59,10 @@ class LoosestepStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The mean of all replicas; every process calls it."""
+        state: dict[str, Any] = super().lightning_module_state_dict()
         if self.run is None:
-            return super().lightning_module_state_dict()
+            return state
         with self.run.consensus():
-            state: dict[str, Any] = super().lightning_module_state_dict()
             return {name: value.clone() for name, value in state.items()}
 
     def on_validation_start(self) -> None:
