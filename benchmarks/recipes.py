@@ -1,10 +1,12 @@
-"""Final quality by strategy, learners sharing one device, each strategy at a learning rate of its own.
+"""Final quality by strategy at the same number of gradients, learners sharing one device, each at a learning rate of its own.
 
-    python benchmarks/recipes.py --recipe acoustic --data AN4 --device cuda --jobs 4                   ACOUSTIC.md
-    python benchmarks/recipes.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 2    VISION.md
+    python benchmarks/recipes.py --recipe acoustic --data AN4 --device cuda --jobs 4                       ACOUSTIC.md
+    python benchmarks/recipes.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 2        VISION.md
+    python benchmarks/recipes.py --recipe vision --learners 8 --output benchmarks/DIGITS.md                the digits
 
-Every run is what `loosestep train` does with the same settings. Learning rates are given (--fixed) or searched on the
-first seed. Without the data (they are not part of the project) there is nothing to run.
+Every run is what `loosestep train` does with the same settings. Each strategy's learning rate is the best of `--rates` on
+the first seed. Every result is a line of JSON: with `--earlier FILES` the runs in them are not made again, so the table can
+be collected in several calls (`--seconds` ends one), and `--seconds 0` only writes it.
 """
 
 from __future__ import annotations
@@ -17,90 +19,176 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common import machine, table
+from common import Spread, machine, table
 from loosestep import launch
 from loosestep.training.config import Config
 from loosestep.training.folder import RunFolder
 
+SYNCHRONOUS = "synchronous"
 STRATEGIES = {
-    "synchronous": "allreduce",
+    SYNCHRONOUS: "allreduce",
     "AD-PSGD fixed ring": "adpsgd:cpu_share=1.0",
     "AD-PSGD randomized ring": "adpsgd:topology=random-ring,cpu_share=1.0",
     "delay-by-one": "delay-by-one",
     "DASO": "daso",
 }
-QUALITIES = {"acoustic": ("wer", "WER %", 1), "vision": ("accuracy", "accuracy %", -1)}  # 1: less is better
-LATEST = threading.Lock()
+FIRST_SEED = 0
+
+
+class Judged(NamedTuple):
+    """How a recipe is judged."""
+
+    metric: str
+    label: str
+    lower_is_better: bool
+
+
+JUDGED = {"acoustic": Judged("wer", "WER %", True), "vision": Judged("accuracy", "accuracy %", False)}
+Result = dict[str, Any]
+
+
+class Trial(NamedTuple):
+    """One run."""
+
+    name: str
+    lr: float
+    seed: int
+    epochs: float
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", choices=list(QUALITIES), default="acoustic")
+    parser.add_argument("--recipe", choices=list(JUDGED), default="acoustic")
     parser.add_argument("--learners", type=int, default=4)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="without, what the recipe brings along")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--epochs", type=float, default=40.0)
-    parser.add_argument("--search-epochs", type=float, default=16.0)
-    parser.add_argument("--rates", default="0.002,0.004,0.008", help="learning rates tried on the first seed")
-    parser.add_argument("--fixed", default="", help="strategy=rate;... instead of a search, as in daso=0.004")
+    parser.add_argument("--epochs", type=float, default=50.0)
+    parser.add_argument("--rates", default="0.004,0.006,0.008", help="learning rates tried on the first seed")
+    parser.add_argument("--rates-of", action="append", default=[], help="of one strategy, as in DASO=0.004,0.006")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="names of strategies, separated by commas")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further run after so long")
     parser.add_argument("--set", action="append", default=[], help="options of the recipe, as in --set batch=8")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files with result lines of earlier calls")
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--lines", type=Path, help="append result lines to this file, not only to the terminal")
+    parser.add_argument("--note", default="", help="a sentence for the table's head")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
 
-def train(name: str, lr: float, seed: int, epochs: float, arguments: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """One run; its error rates, its speed and what it waited."""
-    nodes, per_node = (2, arguments.learners // 2) if name == "DASO" else (arguments.learners, 1)
-    options = {key: _value(text) for key, _, text in (pair.partition("=") for pair in arguments.set)}
-    config = Config(
-        recipe=arguments.recipe,
-        strategy=STRATEGIES[name],
-        nodes=nodes,
-        ranks_per_node=str(per_node),
-        data=str(arguments.data.resolve()),
-        epochs=epochs,
-        lr=lr,
-        seed=seed,
-        device=arguments.device,
-        checkpoint_every=10**9,
-        evaluate_every=10**9,
-        options=options,
-    )
-    folder = RunFolder(root / f"{name.replace(' ', '-')}-{lr:g}-{seed}-{epochs:g}")
-    folder.path.mkdir(parents=True)
-    config.write(folder.config_file)
-    begin = time.monotonic()
-    command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
-    with launch.start(command, nodes=nodes, ranks_per_node=per_node) as job:
-        job.wait()
-        tail = job.ranks[0].output[-3:]
-    lines = folder.metrics()
-    final = next((line for line in lines if line["kind"] == "final"), None)
-    result: dict[str, Any] = {"name": name, "lr": lr, "seed": seed, "epochs": epochs, "wall": time.monotonic() - begin}
-    if final is None:
-        result |= {"quality": None, "problem": " ".join(tail)[-300:]}
-    else:
+class Bench:
+    """Runs what is not known yet, a few at a time, until the time is up."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.options = {key: _value(text) for key, _, text in (pair.partition("=") for pair in arguments.set)}
+        self.known = {_trial(result): result for result in read_results(arguments.earlier)}
+        self.until = time.monotonic() + arguments.seconds
+        self.root = Path(tempfile.mkdtemp(prefix="loosestep-recipes-"))
+        self._pen = threading.Lock()
+
+    def results(self, trials: Sequence[Trial]) -> list[Result]:
+        """Of those trials that are known or could still be made; in order."""
+        with ThreadPoolExecutor(self.arguments.jobs) as pool:
+            return [result for result in pool.map(self._result, trials) if result is not None]
+
+    def _result(self, trial: Trial) -> Result | None:
+        if trial not in self.known and time.monotonic() < self.until:
+            self.known[trial] = result = self.train(trial)
+            line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
+            with self._pen:
+                print(line, flush=True)
+                if self.arguments.lines is not None:
+                    with self.arguments.lines.open("a") as file:
+                        file.write(line + "\n")
+        return self.known.get(trial)
+
+    def train(self, trial: Trial) -> Result:
+        """One run; its quality, its speed and what it waited."""
+        chosen = self.arguments
+        nodes, per_node = (2, chosen.learners // 2) if trial.name == "DASO" else (chosen.learners, 1)
+        config = Config(
+            recipe=chosen.recipe,
+            strategy=STRATEGIES[trial.name],
+            nodes=nodes,
+            ranks_per_node=str(per_node),
+            data=None if chosen.data is None else str(chosen.data.resolve()),
+            epochs=trial.epochs,
+            lr=trial.lr,
+            seed=trial.seed,
+            device=chosen.device,
+            checkpoint_every=10**9,
+            evaluate_every=10**9,
+            options=self.options,
+        )
+        folder = RunFolder(self.root / f"{trial.name.replace(' ', '-')}-{trial.lr:g}-{trial.seed}-{trial.epochs:g}")
+        folder.path.mkdir(parents=True)
+        config.write(folder.config_file)
+        begin = time.monotonic()
+        command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
+        with launch.start(command, nodes=nodes, ranks_per_node=per_node) as job:
+            job.wait()
+            tail = job.ranks[0].output[-3:]
+        wall = time.monotonic() - begin
+        return {**trial._asdict(), "wall": wall, **self._judge(folder, tail), "where": where(chosen.device)}
+
+    def _judge(self, folder: RunFolder, tail: Sequence[str]) -> Result:
+        lines = folder.metrics()
+        final = next((line for line in lines if line["kind"] == "final"), None)
+        if final is None:
+            return {"quality": None, "problem": " ".join(tail)[-300:]}
         ends = [line for line in lines if line["kind"] == "end"]
-        waits = [line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends]
-        result |= {
-            "quality": final["metrics"][QUALITIES[arguments.recipe][0]],
+        return {
+            "quality": final["metrics"][JUDGED[self.arguments.recipe].metric],
             "seconds": final["seconds"],
             "gradients": final["gradients"],
-            "waiting": statistics.mean(waits),
+            "waiting": statistics.mean(line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends),
         }
-    with LATEST:
-        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}), flush=True)
-    return result
+
+
+def read_results(files: Iterable[Path]) -> list[Result]:
+    """The result lines of earlier calls; the last of equal trials counts."""
+    lines = (line for file in files for line in file.read_text().splitlines() if line.startswith("{"))
+    return [json.loads(line) for line in lines]
+
+
+def where(device: str) -> str:
+    """The machine that a result was measured on."""
+    text = machine()
+    if device.startswith("cuda"):
+        import torch
+
+        text = text.replace("(gloo, CPU)", f"(gloo), one {torch.cuda.get_device_name(0)}")
+    return text.partition(", load before")[0] + text[text.index("; Python") :]
+
+
+def best_rate(tried: Sequence[Result], judged: Judged) -> float | None:
+    """The rate of the best trial; None if every trial diverged, or none was made."""
+    whole = [result for result in tried if result["quality"] is not None]
+    sign = 1 if judged.lower_is_better else -1
+    return min(whole, key=lambda result: sign * result["quality"])["lr"] if whole else None
+
+
+def rates_to_try(chosen: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, float]]:
+    """Strategies with the rates to be tried, in the order given: the first of every strategy first."""
+    own = dict(pair.split("=") for pair in chosen.rates_of)
+    rates = {name: [float(rate) for rate in own.get(name, chosen.rates).split(",")] for name in names}
+    return [
+        (name, rates[name][at])
+        for at in range(max(map(len, rates.values())))
+        for name in names
+        if at < len(rates[name])
+    ]
+
+
+def _trial(result: Result) -> Trial:
+    return Trial(*(result[name] for name in Trial._fields))
 
 
 def _value(text: str) -> Any:
@@ -110,71 +198,84 @@ def _value(text: str) -> Any:
         return text
 
 
-def main() -> None:
-    arguments = parse()
-    if not arguments.data.is_dir():
-        sys.exit(f"no corpus at {arguments.data}: give --data a Sphinx feature folder")
-    names = [name for name in STRATEGIES if not arguments.only or name in arguments.only.split(",")]
-    fixed = dict(pair.split("=") for pair in filter(None, arguments.fixed.split(";")))
-    rates = [float(rate) for rate in arguments.rates.split(",")]
-    until = time.monotonic() + arguments.seconds
-    root = Path(tempfile.mkdtemp(prefix="loosestep-acoustic-"))
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-
-        def run_all(tasks: list[tuple[str, float, int, float]]) -> list[dict[str, Any]]:
-            def run(task: tuple[str, float, int, float]) -> dict[str, Any] | None:
-                return train(*task, arguments, root) if time.monotonic() < until else None
-
-            return [result for result in pool.map(run, tasks) if result is not None]
-
-        searched = [(n, r, 0, arguments.search_epochs) for n in names if n not in fixed for r in rates]
-        found = run_all(searched)
-        sign = QUALITIES[arguments.recipe][2]
-        best = {name: float(fixed[name]) for name in names if name in fixed}
-        for name in names:
-            tried = [result for result in found if result["name"] == name and result["quality"] is not None]
-            if tried:
-                best[name] = min(tried, key=lambda result: sign * result["quality"])["lr"]
-        seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-        results = run_all([(n, best[n], seed, arguments.epochs) for seed in seeds for n in names if n in best])
-    for line in (line for file in arguments.earlier for line in file.read_text().splitlines() if line.startswith("{")):
-        results.append(json.loads(line))
-    report(arguments, names, results, found)
+# The table -------------------------------------------------------------------------------------------------------------
 
 
-def report(arguments: argparse.Namespace, names: list[str], results: list[Any], found: list[Any]) -> None:
-    """The table, as text and as a file."""
-    rows, base = [], None
+def table_of_seeds(results: Sequence[Result], names: Sequence[str], judged: Judged) -> str:
+    """Final quality of every strategy, beside the synchronous one's."""
+    rows: list[list[str]] = []
+    base: float | None = None
     for name in names:
         runs = [result for result in results if result["name"] == name and result["quality"] is not None]
         if not runs:
             continue
-        values = [100 * result["quality"] for result in runs]
-        mean = statistics.mean(values)
-        base = mean if name == "synchronous" else base
+        quality = Spread(tuple(100 * result["quality"] for result in runs))
+        base = quality.mean if name == SYNCHRONOUS else base
+        speed = statistics.mean(result["gradients"] / result["seconds"] for result in runs)
         rows.append(
             [
                 name,
-                ", ".join(f"{rate:g}" for rate in sorted({result["lr"] for result in runs})),
-                f"{mean:.1f} ({min(values):.1f}-{max(values):.1f})",
-                "" if base is None else f"{mean - base:+.1f}",
-                f"{len(runs)}",
-                f"{statistics.mean(result['gradients'] / result['seconds'] for result in runs):.0f}",
+                f"{runs[0]['lr']:g}",
+                quality.text(".1f", centre="mean"),
+                "" if base is None else f"{quality.mean - base:+.1f}",
+                str(len(runs)),
+                f"{speed:.0f}",
                 f"{statistics.mean(result['waiting'] for result in runs):.0%}",
             ]
         )
-    label = QUALITIES[arguments.recipe][1]
-    header = ["strategy", "learning rate", label, "against synchronous", "runs", "gradients/s", "waiting"]
-    search = ", ".join(f"{r['name']} {r['lr']:g}: {100 * r['quality']:.1f}" for r in found if r["quality"] is not None)
-    rates = f"searched on the first seed over {arguments.search_epochs:g} epochs ({search})" if search else "given"
-    text = (
-        f"# {arguments.recipe.capitalize()}: final quality by strategy\n\nWritten by `benchmarks/recipes.py` with {arguments.learners} "
-        f"learners sharing one {arguments.device} device, {arguments.epochs:g} epochs, options {' '.join(arguments.set) or 'none'}; the same "
-        f"number of gradients for every strategy; mean (least-most) of the runs. Learning rates: {rates}. Several runs shared the "
-        f"device, so gradients per second compare only roughly.\n\n{machine()}\n\n{table(header, rows)}\n"
+    header = ["strategy", "learning rate", judged.label, "against synchronous", "runs", "gradients/s", "waiting"]
+    return table(header, rows)
+
+
+def table_of_search(results: Sequence[Result], names: Sequence[str], judged: Judged) -> str:
+    """What the learning rates gave on the first seed."""
+    rates = sorted({result["lr"] for result in results})
+
+    def cell(name: str, rate: float) -> str:
+        found = [result for result in results if (result["name"], result["lr"]) == (name, rate)]
+        if not found:
+            return ""
+        return "diverged" if found[0]["quality"] is None else f"{100 * found[0]['quality']:.1f}"
+
+    rows = [[name, *(cell(name, rate) for rate in rates)] for name in names]
+    return table([f"{judged.label} at learning rate", *(f"{rate:g}" for rate in rates)], rows)
+
+
+def page(chosen: argparse.Namespace, seeds: str, search: str, machines: Sequence[str]) -> str:
+    """The whole file."""
+    data = "the data it brings along" if chosen.data is None else chosen.data.name
+    return (
+        f"# {chosen.recipe.capitalize()}: final quality by strategy\n\n"
+        f"Written by `benchmarks/recipes.py`: {data}, {chosen.learners} learners sharing one {chosen.device} device, "
+        f"{chosen.epochs:g} epochs, options {' '.join(chosen.set) or 'none'}; the same number of gradients for every strategy. "
+        f"{chosen.note}\n\n{seeds}\n\n"
+        "Mean (least-most) of the runs, each with a seed of its own. Every strategy at the learning rate that was best for it on "
+        "the first seed (below). Several runs shared the machine, so gradients per second compare only roughly.\n\n"
+        f"{search}\n\n{'; '.join(machines)}.\n"
     )
+
+
+def main() -> None:
+    chosen = parse()
+    if chosen.data is not None and not chosen.data.is_dir():
+        sys.exit(f"no data at {chosen.data}: they are not part of the project")
+    judged = JUDGED[chosen.recipe]
+    names = [name for name in STRATEGIES if not chosen.only or name in chosen.only.split(",")]
+    bench = Bench(chosen)
+    bench.results([Trial(name, rate, FIRST_SEED, chosen.epochs) for name, rate in rates_to_try(chosen, names)])
+    tried = [result for trial, result in bench.known.items() if trial[2:] == (FIRST_SEED, chosen.epochs)]
+    best = {name: best_rate([result for result in tried if result["name"] == name], judged) for name in names}
+    trials = [
+        Trial(name, rate, seed, chosen.epochs)
+        for seed in range(FIRST_SEED, FIRST_SEED + chosen.seeds)
+        for name, rate in best.items()
+        if rate is not None
+    ]
+    results = bench.results(trials)
+    machines = sorted({result["where"] for result in (*tried, *results)})
+    text = page(chosen, table_of_seeds(results, names, judged), table_of_search(tried, names, judged), machines)
     print(text)
-    (arguments.output or Path(__file__).with_name(f"{arguments.recipe.upper()}.md")).write_text(text)
+    (chosen.output or Path(__file__).with_name(f"{chosen.recipe.upper()}.md")).write_text(text)
 
 
 if __name__ == "__main__":
