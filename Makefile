@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python -m loosestep.demo
+	$(BIN)/loosestep demo
 
 test: $(READY)
 	$(BIN)/python -m pytest --reruns 2 # tests with real processes and deadlines may lose a race on a busy machine

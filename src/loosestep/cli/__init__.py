@@ -4,6 +4,7 @@ import typer
 
 from loosestep.cli import lab, launch
 from loosestep.cli.compare import compare
+from loosestep.cli.demo import demo
 from loosestep.cli.replay import replay
 from loosestep.cli.report import report
 from loosestep.cli.resume import resume
@@ -12,6 +13,7 @@ from loosestep.cli.train import train
 
 app = typer.Typer(no_args_is_help=True, help="Asynchronous, decentralised data-parallel training for PyTorch.")
 
+app.command("demo")(demo)
 app.command("train")(train)
 app.command("compare")(compare)
 app.command("replay")(replay)

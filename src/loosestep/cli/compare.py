@@ -105,7 +105,7 @@ def compare(
             raise TrainingError(f"--strategies must name different strategies, got {strategies!r}")
         task = prepare(base, console)
         path = runs / (name or f"{short(recipe)}-compare-{time.strftime('%m%d-%H%M%S')}")
-        comparison = Comparison(settle(base, task), task, path, console)
+        comparison = Comparison(settle(base, task), task, path, console, single=seeds == 1)
         rates = {text: comparison.find_rate(text) for text in chosen} if lr_search else {}
         for number in range(seeds):
             for text in chosen:
@@ -121,6 +121,8 @@ class Comparison:
     task: Task[Any]
     path: Path
     console: Console
+    single: bool = False
+    """One seed only: it need not be named."""
     outcomes: list[Outcome] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)
 
@@ -144,7 +146,7 @@ class Comparison:
 
     def train(self, strategy: str, *, seed: int, lr: float | None) -> None:
         """One run of the comparison."""
-        title = f"{strategy}, seed {seed}"
+        title = strategy if self.single else f"{strategy}, seed {seed}"
         config = self.config.but(strategy=strategy, seed=seed, lr=lr)
         outcome = self.run(config, f"{slug(strategy)}-seed{seed}", title)
         if outcome is None:
@@ -176,9 +178,13 @@ class Comparison:
         target = common_target(self.outcomes) if target is None else target
         wide = self.console if self.console.is_terminal else Console(width=160, highlight=False)
         wide.print(table(self.outcomes, target))
-        page = self.path / "report.html"
-        write_report(self.outcomes, page, target=target)
-        self.console.print(f"Report: [bold]{escape(str(page))}[/]", soft_wrap=True)
+        write_report(self.outcomes, self.page, target=target)
+        self.console.print(f"Report: [bold]{escape(str(self.page))}[/]", soft_wrap=True)
+
+    @property
+    def page(self) -> Path:
+        """The report."""
+        return self.path / "report.html"
 
     def say(self, text: str) -> None:
         self.console.print(escape(text), style="dim", soft_wrap=True)
