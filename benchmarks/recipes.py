@@ -249,8 +249,9 @@ def page(chosen: argparse.Namespace, seeds: str, search: str, machines: Sequence
         f"Written by `benchmarks/recipes.py`: {data}, {chosen.learners} learners sharing one {chosen.device} device, "
         f"{chosen.epochs:g} epochs, options {' '.join(chosen.set) or 'none'}; the same number of gradients for every strategy. "
         f"{chosen.note}\n\n{seeds}\n\n"
-        "Mean (least-most) of the runs, each with a seed of its own. Every strategy at the learning rate that was best for it on "
-        "the first seed (below). Several runs shared the machine, so gradients per second compare only roughly.\n\n"
+        "Mean (least-most) of the runs, each with a seed of its own. Every strategy at the best of the learning rates that were tried "
+        "for it on the first seed (below), whose run is among those counted; where only one was tried, it was chosen beforehand. "
+        "Several runs shared the machine, so gradients per second compare only roughly.\n\n"
         f"{search}\n\n{'; '.join(machines)}.\n"
     )
 

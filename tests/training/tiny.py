@@ -16,6 +16,7 @@ def recipe(options: dict[str, Any], *, data: Any, seed: int, device: torch.devic
         raise RecipeError("option wrong is wrong")
     points = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
     labels = (points.sum(1) > 0).long()
+    hidden = int(options.get("hidden", 8))
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         time.sleep(float(options.get("pause", 0)))  # computing, as far as the others can see
@@ -25,7 +26,7 @@ def recipe(options: dict[str, Any], *, data: Any, seed: int, device: torch.devic
         return {"accuracy": float((model(points).argmax(1) == labels).double().mean())}
 
     return DatasetTask(
-        make_model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 2)),
+        make_model=lambda: nn.Sequential(nn.Linear(4, hidden), nn.Dropout(0.2), nn.ReLU(), nn.Linear(hidden, 2)),
         dataset=list(zip(points, labels, strict=True)),
         loss=loss,
         evaluate=evaluate,

@@ -53,7 +53,7 @@ def demo(
         config = Config(
             recipe="acoustic", nodes=NODES, ranks_per_node=str(RANKS_PER_NODE), epochs=epochs,
             bandwidth=link(console, bandwidth) if network else None,
-            options={"preset": "tiny", "units": "pieces", "utterances": utterances, "test_utterances": 60},
+            options={"preset": "tiny", "lr": 0.01, "utterances": utterances, "test_utterances": 60},
         )  # fmt: skip
         chosen = [config.but(strategy=text).strategy for text in split_strategies(strategies)]
         introduce(console, config, chosen)
@@ -62,8 +62,8 @@ def demo(
         comparison = Comparison(settle(config, task), task, path, console, single=True)
         for strategy in chosen:
             comparison.train(strategy, seed=0, lr=None)
-        comparison.conclude(None)
         explain(console, comparison.outcomes)
+        comparison.conclude(None)
         if browser and open_page(comparison.page):
             console.print("Opened in your browser.", style="dim")
 
@@ -96,7 +96,7 @@ def introduce(console: Console, config: Config, strategies: Sequence[str]) -> No
 
 
 def explain(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """How the word errors fell, what was recognised, and how to read the table."""
+    """How the word errors fell, what was recognised, and how to read the table that follows."""
     if not outcomes:
         return
     console.print("[bold]Word error rate on the way[/], on voices that were not in the training:")
@@ -115,8 +115,8 @@ def explain(console: Console, outcomes: Sequence[Outcome]) -> None:
             heard.add_row(f"  {name_of(outcome)}", f"[{style}]{escape(text)}[/]")
     console.print(heard)
     console.print(
-        "All three made the same number of gradients (a gradient: one batch of one process). Start-up and evaluations do "
-        "not count as time. Four processes share this machine's cores: read the ratios.",
+        "Below: word error rate, gradients (batches) per second of all processes, seconds until the error rate that all reached, "
+        "share of the time spent waiting. Four processes share this machine's cores: read the ratios.",
         style="dim",
     )
 

@@ -47,7 +47,9 @@ def curves(outcomes: Sequence[Outcome]) -> Any:
     for row, curve_of in enumerate((lambda o: o.loss_curve, lambda o: o.quality_curve), start=1):
         draw(figure, outcomes, curve_of, row=row)
     positive = all(point.value > 0 for outcome in outcomes for point in outcome.loss_curve)
-    figure.update_yaxes(**({"type": "log", "dtick": "D2"} if positive else {}), row=1)
+    ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]  # 0.2; plotly would write 2
+    spelt = [f"{tick:g}" for tick in ticks]
+    figure.update_yaxes(**({"type": "log", "tickvals": ticks, "ticktext": spelt} if positive else {}), row=1)
     figure.update_yaxes(title_text="training loss", row=1, col=1)
     share = all(0 <= point.value <= 2 for outcome in outcomes for point in outcome.quality_curve)
     figure.update_yaxes(title_text=quality, row=2, col=1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from loosestep.trace import plots
 from loosestep.trace.timeline import write_timeline
+from loosestep.training.config import writing
 from loosestep.training.outcome import Outcome
 
 MOST_TIMELINES = 4
@@ -74,11 +75,13 @@ def write_report(
         _examples(outcomes),
         _environment(outcomes),
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(PAGE.format(title=html.escape(title), body="\n".join(sections)), encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(PAGE.format(title=html.escape(title), body="\n".join(sections)), encoding="utf-8")
     if timeline is not None:
         node_of = {rank: node for node, ranks in enumerate(outcomes[0].begin["nodes"]) for rank in ranks}
-        write_timeline(timeline, outcomes[0].activities, node_of)
+        with writing(timeline):
+            write_timeline(timeline, outcomes[0].activities, node_of)
 
 
 # --------------------------------------------------------------------------------------------------- table of results

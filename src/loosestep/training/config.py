@@ -8,7 +8,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,6 +21,17 @@ from loosestep.strategies import strategy as read_strategy
 
 class TrainingError(Exception):
     """Something the user can put right; the message says what was seen, what was expected and what to do."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A full disk, with the name of the file: the system's own error has none."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{path} could not be written: {error.strerror}; what was written before is untouched"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +104,9 @@ class Config:
     def write(self, path: Path) -> None:
         """As TOML, whole or not at all."""
         temporary = path.with_name(path.name + ".writing")
-        temporary.write_text(to_toml(dataclasses.asdict(self)), encoding="utf-8")
-        os.replace(temporary, path)
+        with writing(path):
+            temporary.write_text(to_toml(dataclasses.asdict(self)), encoding="utf-8")
+            os.replace(temporary, path)
 
 
 def read_config(path: Path) -> Config:

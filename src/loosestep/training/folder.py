@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from loosestep.trace.events import Event
-from loosestep.training.config import Config, TrainingError, read_config
+from loosestep.training.config import Config, TrainingError, read_config, writing
 
 EVENTS_HELD = 2_000
 
@@ -102,7 +102,7 @@ class RunFolder:
         if not self.trace_of(0).parent.is_dir():
             return
         temporary = self.trace_file.with_suffix(".writing")
-        with temporary.open("w", encoding="utf-8") as file:
+        with writing(self.trace_file), temporary.open("w", encoding="utf-8") as file:
             for event in self.events():
                 file.write(_dumps(event) + "\n")
         os.replace(temporary, self.trace_file)
@@ -114,8 +114,9 @@ class RunFolder:
             line for line in self.metrics() if line["gradients"] <= gradients and line["kind"] not in ("final", "end")
         ]
         temporary = self.metrics_file.with_suffix(".writing")
-        temporary.write_text("".join(_dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self.metrics_file)
+        with writing(self.metrics_file):
+            temporary.write_text("".join(_dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(temporary, self.metrics_file)
 
     def _traces(self) -> list[Path]:
         files = [self.trace_file] if self.trace_file.is_file() else []
@@ -156,7 +157,7 @@ class Journal:
     def metric(self, kind: str, *, gradients: int, **fields: Any) -> None:
         """One line, in one write: several ranks append to the same file."""
         line = {"kind": kind, "rank": self.rank, "gradients": gradients, "time": round(time.time(), 3), **fields}
-        with _told_about(self._folder.metrics_file):
+        with writing(self._folder.metrics_file):
             os.write(self._metrics, (_dumps(line) + "\n").encode())
 
     def event(self, event: Event) -> None:
@@ -170,7 +171,7 @@ class Journal:
 
     def flush(self) -> int:
         """Write what is held; the size of the file afterwards."""
-        with _told_about(self._folder.trace_of(self.rank)):
+        with writing(self._folder.trace_of(self.rank)):
             while self._held:
                 event = self._held.popleft()
                 line = {"time": round(event.time + self._to_wall, 6), "rank": self.rank, "kind": event.kind}
@@ -188,17 +189,6 @@ class Journal:
             with contextlib.suppress(OSError):  # a full disk, already told
                 self._trace.close()
             os.close(self._metrics)
-
-
-@contextlib.contextmanager
-def _told_about(path: Path) -> Iterator[None]:
-    """A full disk, with the name of the file."""
-    try:
-        yield
-    except OSError as error:
-        raise TrainingError(
-            f"{path} could not be written: {error.strerror}; what was written before is untouched"
-        ) from error
 
 
 def _dumps(value: Any) -> str:

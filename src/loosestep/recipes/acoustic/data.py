@@ -56,6 +56,8 @@ def _sphinx_part(
     folder: Path, fileids: Path, transcription: Path, cepstra: int, aligned: bool, progress: Progress
 ) -> Iterator[Utterance]:
     ids = [line.strip() for line in _lines(fileids) if line.strip()]
+    if not ids:
+        raise RecipeError(f"{fileids} is empty: expected the names of feature files, one a line")
     texts = _sphinx_transcripts(transcription)
     for done, name in enumerate(ids):
         progress(f"reading {folder.name}", done, len(ids))
@@ -185,7 +187,7 @@ def check_labels(utterances: Sequence[Utterance], outputs: int) -> None:
 def _read_labels(path: Path, frames: int) -> Labels:
     try:
         labels = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, EOFError) as problem:
         raise RecipeError(f"{path} cannot be read as frame labels: {problem}") from problem
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or len(labels) != frames:
         raise RecipeError(f"{path}: expected {frames} whole numbers, one a frame, got {labels.dtype} {labels.shape}")

@@ -1,0 +1,96 @@
+"""Test accuracy of the gossip strategies against synchronous training at the same number of gradients: digits, eight learners.
+
+    python benchmarks/gossip_accuracy.py [--quick]
+
+Eight nodes of one rank on the loopback. Everything but the strategy is the same:
+network, first parameters, order of the batches, learning rate (cosine to zero), SGD with momentum.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accuracy import SYNCHRONOUS, train
+from common import Spread, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
+from loosestep.recipes.vision.recipe import VisionRecipe
+
+LEARNERS = 8
+OPTIONS: dict[str, Any] = {"width": 0.5, "batch": 16, "lr": 0.1}
+STRATEGIES = (
+    SYNCHRONOUS,
+    "adpsgd:cpu_share=1.0",
+    "adpsgd:topology=random-ring,cpu_share=1.0",
+    "adpsgd:topology=pairs,cpu_share=1.0",
+    "delay-by-one",
+)
+
+
+def work() -> None:
+    """Every strategy with every seed, on this rank."""
+    settings = settings_of_rank()
+    dist.init_process_group("gloo")
+    for seed in range(settings["seeds"]):
+        task = VisionRecipe().build(OPTIONS, seed=seed)
+        for strategy in STRATEGIES:
+            accuracy, loss = train(task, strategy, settings["steps"])
+            say(seed=seed, strategy=strategy, accuracy=accuracy, loss=loss)
+    leave()
+
+
+def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) -> str:
+    """The table and what is needed to judge it."""
+
+    def values(strategy: str, field: str) -> list[float]:
+        return [line[field] for line in said if line["strategy"] == strategy]
+
+    rows = []
+    for strategy in STRATEGIES:
+        accuracy = Spread(tuple(100 * value for value in values(strategy, "accuracy")))
+        apart = [v - 100 * b for v, b in zip(accuracy.values, values(SYNCHRONOUS, "accuracy"), strict=True)]
+        difference = f"{sum(apart) / len(apart):+.1f} ({min(apart):+.1f} to {max(apart):+.1f})"
+        losses = Spread(tuple(values(strategy, "loss"))).text(".3f", centre="mean")
+        rows.append(
+            [
+                f"`{strategy}`",
+                accuracy.text(".1f", centre="mean"),
+                "" if strategy == SYNCHRONOUS else difference,
+                losses,
+            ]
+        )
+    return (
+        "## Accuracy of gossip: digits, eight learners\n\n"
+        f"{table(['', 'test accuracy %', 'against synchronous', 'test loss'], rows)}\n\n"
+        f"scikit-learn digits, 8x8, ResNet-20 of half width with GroupNorm; {LEARNERS * settings['steps']} gradients of batch "
+        f"{OPTIONS['batch']}; mean and range (least-most) over {settings['seeds']} seeds, the difference seed by seed. "
+        f"Gossip depends on timing: the ranks shared the machine's cores.\n\n{where}."
+    )
+
+
+def main() -> None:
+    """Parse, run, publish."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few steps, one seed, nothing written")
+    chosen = parser.parse_args()
+    settings = {"seeds": 1, "steps": 10} if chosen.quick else {"seeds": 3, "steps": 150}
+    where = machine()
+    print(where, flush=True)
+    torch.set_num_threads(1)
+    said = run_ranks(
+        __file__,
+        settings,
+        nodes=LEARNERS,
+        ranks_per_node=1,
+        show=lambda s: f"seed {s['seed']}  {s['strategy']:42} accuracy {s['accuracy']:.1%}",
+    )
+    publish("gossip accuracy", section(said, settings, where), quick=chosen.quick)
+
+
+if __name__ == "__main__":
+    if is_rank():
+        work()
+    else:
+        main()
