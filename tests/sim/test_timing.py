@@ -14,6 +14,7 @@ from loosestep import ADPSGD, DASO, DelayByOne, LocalSGD, Topology
 from loosestep.comm.base import Scope
 from loosestep.comm.pace import AIM
 from loosestep.sim.cluster import Cluster
+from loosestep.sim.lockstep import Flight
 from loosestep.sim.machine import Machine
 from loosestep.sim.timing import predict
 from loosestep.strategies import strategy
@@ -98,6 +99,14 @@ def test_gradients_and_an_exchange_share_the_link() -> None:
         Both(period=1, delay=1), PAIR, cluster(), parameters=[2 * MEGABYTE], steps=40, machine=IDEAL
     )  # fmt: skip
     assert prediction.seconds_per_step == pytest.approx(0.4, rel=0.05)  # 4 MB a step and nothing else counts
+
+
+def test_two_flows_on_a_link_delay_each_other_by_the_shorter_one() -> None:
+    flight = Flight(step=0, lands=1.0, wire=0.8, losses=(0.0, 0))
+    assert flight.contend(0.5, 0.2) == 0.2  # from 0.5 to 0.9 s both get half
+    assert flight.lands == pytest.approx(1.2)
+    assert flight.contend(1.1, 5.0) == pytest.approx(0.1)
+    assert flight.contend(9.0, 5.0) == 0.0
 
 
 def test_the_work_of_a_processor_counts_and_more_so_when_ranks_share_one() -> None:

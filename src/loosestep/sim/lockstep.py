@@ -77,6 +77,13 @@ class Flight:
     wire: float
     losses: tuple[float, int]
 
+    def contend(self, start: float, wire: float) -> float:
+        """The seconds that bytes lose which come onto the link at `start` for `wire` seconds: two flows share it evenly, so
+        the shorter takes twice as long, and the other that much longer."""
+        shared = min(max(0.0, self.lands - start), self.wire, wire)
+        self.lands += shared
+        return shared
+
 
 class CollectiveClocks:
     """Drives a collective strategy on clocks; is its `Exchanges`."""
@@ -187,10 +194,4 @@ class CollectiveClocks:
         self.clock = later
 
     def _contend(self, start: Times, wire: float) -> float:
-        """Two flows share a link evenly: the shorter takes twice as long, the other that much longer."""
-        if self._flight is None:
-            return 0.0
-        left = min(max(0.0, self._flight.lands - float(start.max())), self._flight.wire)
-        shared = min(left, wire)
-        self._flight.lands += shared
-        return shared
+        return 0.0 if self._flight is None else self._flight.contend(float(start.max()), wire)
