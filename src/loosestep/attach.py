@@ -230,7 +230,7 @@ def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy
         )
     if isinstance(strategy, ADPSGD):
         strategy.graph(len(world.topology.nodes) if strategy.replica == "node" else world.topology.world)
-        check_gossip(model)
+        check_gossip(model, mates)
     lockstep = averages_gradients(inside, strategy, world.topology)
     if lockstep and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
         raise ValueError(

@@ -25,7 +25,7 @@ from loosestep.exchanges import align
 from loosestep.gradients import GradientAverager
 from loosestep.learner import Learner
 from loosestep.replica import Replica
-from loosestep.shards import copies, is_dtensor, local, reshard, sharding_modules
+from loosestep.shards import is_dtensor, local, pieces, reshard, sharding_modules
 from loosestep.strategies.adpsgd import ADPSGD
 from loosestep.trace.player import Player
 from loosestep.trace.recorder import Recorder
@@ -297,14 +297,18 @@ class NodeGossipEngine(GossipEngine):
     def _mates(self) -> int:
         return len(self._world.topology.mates(self._world.rank))
 
+    def _is_owned(self, tensor: torch.Tensor) -> bool:
+        """Whether no other rank of the node holds this rank's part of a tensor."""
+        return is_dtensor(tensor) and pieces(tensor) == self._mates
+
     def _divide(self, sharded: bool) -> None:
         """What this rank alone holds (`_owned`) and what all ranks of the node hold, which is split among them."""
         learner = self._learner
-        self._owned = [tensor for tensor in (*learner.replica.params, *self._extras) if _is_owned(tensor)]
-        self._extras = [local(extra) for extra in self._extras if not _is_owned(extra)]
+        self._owned = [tensor for tensor in (*learner.replica.params, *self._extras) if self._is_owned(tensor)]
+        self._extras = [local(extra) for extra in self._extras if not self._is_owned(extra)]
         self._common = learner.replica
         if sharded:
-            self._common = Replica(learner.model, multiple=self._lanes, keep=lambda param: not _is_owned(param))
+            self._common = Replica(learner.model, multiple=self._lanes, keep=lambda param: not self._is_owned(param))
         self._splits = not self._owned or bool(self._common.params or self._extras)
         self._sharding = sharding_modules(learner.model)
 
@@ -422,11 +426,6 @@ class NodeGossipEngine(GossipEngine):
         if self._mailbox is None:
             return self._last[1] if self._last else int(self._learner.state["step"]) * self._world.topology.world
         return self._mailbox.global_steps * self._world.topology.world // len(self._world.topology.nodes)
-
-
-def _is_owned(tensor: torch.Tensor) -> bool:
-    """Whether no other rank of the node holds this rank's part of a tensor."""
-    return is_dtensor(tensor) and copies(tensor) == 1
 
 
 def momentum(learner: Learner) -> list[torch.Tensor]:

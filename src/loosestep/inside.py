@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from loosestep.shards import copies, is_dtensor, mesh_ranks, sharding_modules
+from loosestep.shards import is_dtensor, mesh_ranks, pieces, sharding_modules
 from loosestep.strategies import Strategy
 from loosestep.topology import Topology
 
@@ -74,10 +74,10 @@ def averages_gradients(inside: Inside, strategy: Strategy, topology: Topology) -
     return strategy.spans_world and len(topology.nodes) > 1
 
 
-def check_gossip(model: nn.Module) -> None:
+def check_gossip(model: nn.Module, mates: Sequence[int]) -> None:
     """Gossip on shards: a parameter has one owner inside the node, or everybody holds all of it."""
     for name, param in model.named_parameters():
-        if is_dtensor(param) and 1 < copies(param) < len(mesh_ranks(param)):
+        if is_dtensor(param) and 1 < pieces(param) < len(mates):
             raise ValueError(
                 f"parameter {name} is sharded over a part of the node and copied over the rest; gossip would let the copies "
                 "drift apart. Shard it over all ranks of the node, or use DASO"
@@ -124,11 +124,13 @@ def _check_shards(model: nn.Module, spread: dict[str, nn.Parameter], mates: Sequ
                 "would wait for other nodes; shard it over the node: mesh=loosestep.node_mesh(), or the inner axes of a mesh "
                 "whose first axis is the nodes"
             )
-        if ranks != list(mates):
-            raise ValueError(
-                f"parameter {name} is a DTensor over ranks {_some(ranks)}, but the node has ranks {_some(mates)} and nobody averages "
-                "between them; use a mesh of all ranks of the node, or pass topology= with the ranks of one mesh as one node"
-            )
+    name, widest = max(spread.items(), key=lambda item: len(mesh_ranks(item[1])))
+    if mesh_ranks(widest) != list(mates):  # one axis of a mesh may be smaller, the whole mesh may not
+        raise ValueError(
+            f"no parameter is a DTensor over all ranks of the node ({_some(mates)}), {name} is over ranks {_some(mesh_ranks(widest))}, and "
+            "nobody averages between them; use a mesh of all ranks of the node, or pass topology= with the ranks of one mesh "
+            "as one node"
+        )
     if sharding_modules(model):
         for name, param in model.named_parameters():
             if param.requires_grad and name not in spread:
@@ -137,7 +139,7 @@ def _check_shards(model: nn.Module, spread: dict[str, nn.Parameter], mates: Sequ
                     "fully_shard on the whole model too"
                 )
     for name, buffer in model.named_buffers():
-        if is_dtensor(buffer) and copies(buffer) < len(mesh_ranks(buffer)):
+        if is_dtensor(buffer) and pieces(buffer) > 1:
             raise ValueError(f"buffer {name} is sharded, which cannot be averaged; keep buffers whole on every rank")
 
 

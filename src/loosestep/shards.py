@@ -6,6 +6,7 @@ here imports it: where nobody has, there is no DTensor.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,12 +37,10 @@ def mesh_ranks(tensor: Any) -> list[int]:
     return sorted(tensor.device_mesh.mesh.flatten().tolist())
 
 
-def copies(tensor: Any) -> int:
-    """How many ranks of its mesh hold the same part of a DTensor: 1 if it is fully sharded."""
-    count = 1
-    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-        count *= 1 if placement.is_shard() else size
-    return count
+def pieces(tensor: Any) -> int:
+    """Into how many different parts a DTensor is cut: as many as ranks if each holds its own, 1 if all hold all of it."""
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def describe(tensor: Any) -> str:

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
@@ -16,6 +16,13 @@ def mesh() -> DeviceMesh:
     if "node" not in MESHES:
         MESHES["node"] = loosestep.node_mesh(topology=GRID)
     return MESHES["node"]
+
+
+def grid() -> DeviceMesh:
+    """Two axes inside the node: data parallel (of one rank here) and tensor parallel."""
+    if "grid" not in MESHES:
+        MESHES["grid"] = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("nodes", "rows", "columns"))
+    return MESHES["grid"]
 
 
 class Net(nn.Module):
@@ -42,10 +49,14 @@ def build(inside: str, *, seed: int = 0, width: int = 5, norm: bool = False) -> 
         offload = CPUOffloadPolicy(pin_memory=False) if inside == "offload" else OffloadPolicy()
         fully_shard(model.first, mesh=mesh(), offload_policy=offload)
         fully_shard(model, mesh=mesh(), offload_policy=offload)
-    if inside == "tensor":
+    if inside in ("tensor", "grid"):
+        from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        parallelize_module(model, mesh(), {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        columns = mesh() if inside == "tensor" else grid()["columns"]
+        parallelize_module(model, columns, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        if inside == "grid":
+            fully_shard(model, mesh=grid()["rows"])
     return model
 
 
@@ -59,7 +70,7 @@ def whole(model: nn.Module) -> torch.Tensor:
 
 def batch(rank: int, step: int, inside: str) -> torch.Tensor:
     """Each rank its own data; under tensor parallelism a node has one stream, of both its ranks' data."""
-    if inside == "tensor":
+    if inside in ("tensor", "grid"):
         head = rank // 2 * 2
         return torch.cat([batch(r, step, "") for r in (head, head + 1)])
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + step))

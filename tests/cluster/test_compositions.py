@@ -44,6 +44,8 @@ CASES = [
     ("ddp", LOCKSTEP, False),
     ("tensor", RAMPED, True),  # torch itself cannot cut 5 columns in two here
     ("tensor", LOCKSTEP, False),
+    ("grid", RAMPED, True),
+    ("grid", LOCKSTEP, False),
 ]
 PLAIN: dict[tuple[str, bool, int], list[dict]] = {}
 
@@ -57,7 +59,7 @@ def plain(spec: str, adam: bool, width: int) -> list[dict]:
 
 @pytest.mark.parametrize(("inside", "spec", "adam"), CASES)
 def test_a_wrapped_model_takes_the_same_way_as_the_plain_one(inside, spec, adam):
-    width = 6 if inside == "tensor" else 5
+    width = 6 if inside in ("tensor", "grid") else 5
     expected = plain(spec, adam, width)
     results = ranks(4, trajectory, inside=inside, spec=spec, adam=adam, width=width)
     for one, other in zip(results, expected, strict=True):
@@ -89,6 +91,9 @@ def refused(rank: int, case: str):
     elif case == "part of the node":
         topology = Topology([[0, 1, 2, 3]])
         fully_shard(model, mesh=mesh())
+    elif case == "uneven nodes":
+        topology = Topology([[0], [1, 2, 3]])
+        fully_shard(model, mesh=loosestep.node_mesh(topology=topology))
     elif case == "ranks":
         fully_shard(model, mesh=mesh())
         strategy = "adpsgd"
@@ -118,7 +123,11 @@ def refused(rank: int, case: str):
         ("ddp of a part", "parameter second.weight trains outside of DistributedDataParallel"),
         ("fsdp over the world", "is a DTensor over ranks 0-3, which are not all on this node"),
         ("fsdp of a part", "trains outside of fully_shard"),
-        ("part of the node", "but the node has ranks 0-3 and nobody averages between them"),
+        (
+            "part of the node",
+            "no parameter is a DTensor over all ranks of the node (0-3), frozen is over ranks 0, 1",
+        ),
+        ("uneven nodes", "sharded inside nodes of 1, 3 ranks"),
         ("ranks", "so a node is one learner, but adpsgd takes every rank for one; use replica='node', or DASO"),
         ("local period", "local_period must be 1, got localsgd:local_period=2,replica=node"),
         ("another sharding", "Shard(dim=1) over (2,) ranks, at (0,): (4, 2)' on rank 2 and"),
