@@ -76,7 +76,7 @@ def machine() -> str:
     return (
         f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.system()} "
         f"{platform.release().split('-')[0]}, load before the run {load}; Python {platform.python_version()}, "
-        f"torch {torch.__version__} (gloo, CPU)"
+        f"torch {torch.__version__} (gloo, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'})"
     )
 
 

@@ -135,6 +135,7 @@ class CollectiveEngine:
             return {"flight": None}
         landed = self._flight.pending.wait()
         flight = {"step": self._flight.step, **vars(landed), "vector": [t.clone() for t in landed.vector]}
+        flight["buffers"] = landed.buffers.clone()
         return {"flight": copy.copy(flight)}
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -165,6 +166,7 @@ class CollectiveEngine:
         assert self._flight is None, "an exchange is folded before the next one starts"
         offer = self._offer(form=form, lane=lane)
         if vector is not None:
+            offer.ready()
             torch._foreach_copy_(offer.vector, vector)
         self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
         self._flight = Flight(self.state["step"], self._comm.all_reduce(offer))
@@ -182,6 +184,7 @@ class CollectiveEngine:
         """Wait for all replicas and make each of them their mean."""
         if self._flight is not None:
             self.fold()
+        self._replica.staging.leave()
         self._comm.meet(Kind.GATHER)
         self._gather()
 
@@ -208,6 +211,10 @@ class CollectiveEngine:
 
     def join(self, invitation: Invitation) -> None:
         """Take part in a round that others are at while this rank waits at a lower kind."""
+        with self._replica.staging.stand_in():
+            self._join(invitation)
+
+    def _join(self, invitation: Invitation) -> None:
         if self._flight is not None:
             self.fold()
         if invitation.kind is Kind.EXCHANGE:
@@ -237,14 +244,8 @@ class CollectiveEngine:
         self, *, form: Literal["mean", "delta"], lane: int | None = None, wire: torch.dtype | None = None
     ) -> Offer:
         self.state["exchanges"] += 1
-        return Offer(
-            vector=self._replica.snapshot(),
-            buffers=self._replica.pack_buffers(),
-            form=form,
-            lane=None if lane is None or self._replica.sharded else lane % self._comm.topology.lanes,
-            wire=wire,
-            losses=self._learner.losses.take(),
-        )
+        lane = None if lane is None or self._replica.sharded else lane % self._comm.topology.lanes
+        return Offer(**vars(self._replica.stage(self._learner.losses.take())), form=form, lane=lane, wire=wire)
 
     def _land(self, landed: Landed, *, staleness: int) -> None:
         replicas = len(self._comm.topology.nodes)
@@ -262,6 +263,7 @@ class CollectiveEngine:
 
     def _reach(self, kind: Kind) -> None:
         start = self._comm.now()
+        self._replica.staging.leave()
         self._comm.meet(kind)
         self.trace.emit("wait", seconds=self._comm.now() - start, reason=kind.name.lower())
         self._equalise()

@@ -45,14 +45,16 @@ class GossipEngine:
         self._extras = [*learner.replica.floating]
         if strategy.average_momentum:
             self._extras += momentum(learner)
-        self._positive = [bool((extra >= 0).all()) for extra in learner.replica.floating]
+        self._positive = [extra for extra in learner.replica.floating if bool((extra >= 0).all())]
         self._begun: list[tuple[int, Pending]] = []
         self._open_mailbox(key, encrypt)
         learners = len(self._members)
         self._graph = strategy.graph(learners)
         if self._graph.note():
             log.info(self._graph.note())
-        cores = min(1.0, len(os.sched_getaffinity(0)) / neighbours) if hasattr(os, "sched_getaffinity") else 1.0
+        cores = len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
+        if not learner.replica.staging.remote:
+            cores = min(1.0, cores)  # the others compute
         self._pace = Pace(strategy.rate, share=strategy.cpu_share, cores=cores)
 
     # Who I am ---------------------------------------------------------------------------------------------------------
@@ -97,9 +99,14 @@ class GossipEngine:
 
     def _land(self, *, force: bool) -> None:
         assert self._mailbox is not None
-        before = [buffer.clone() for buffer in self._learner.replica.floating]
+        floors = [] if self._mailbox.busy else self._floors()
         self._report(self._mailbox.boundary(self._tensors(), force=force))
-        self._keep_positive(before)
+        self._keep_positive(floors)
+
+    def _settle(self) -> None:
+        """Complete what a relay has only begun: a round needs exactly the values of its step."""
+        if isinstance(self._mailbox, Mailbox) and self._mailbox.relayed:
+            self._report(self._mailbox.settle(self._tensors()))
 
     def due(self) -> int:
         """How many exchanges to begin now."""
@@ -122,6 +129,7 @@ class GossipEngine:
     def mix(self, round_number: int) -> None:
         """One round of exactly the mixing matrix."""
         self.fold()
+        self._settle()
         row = self._graph.round(self._me, round_number, self._alive()) if self._mailbox is not None else {}
         start, steps = self.trace.clock(), 0 if self._mailbox is None else self._mailbox.steps
         if row and self._mailbox is not None:
@@ -130,6 +138,7 @@ class GossipEngine:
             self._mailbox.lockstep_round(round_number, weights, timeout=self._world.deadline)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="lockstep")
         self._land(force=True)
+        self._settle()
         if self._mailbox is not None:
             self._mailbox.steps = steps  # folding the round is not another step
 
@@ -244,11 +253,14 @@ class GossipEngine:
                 seconds=fold.seconds,
             )
 
-    def _keep_positive(self, before: Vector) -> None:
+    def _floors(self) -> Vector:
+        """A tenth of every statistic that is never negative."""
+        return list(torch._foreach_mul(self._positive, 0.1)) if self._positive else []
+
+    def _keep_positive(self, floors: Vector) -> None:
         """A statistic that is never negative stays so: a late delta may pull a variance below zero."""
-        for buffer, old, positive in zip(self._learner.replica.floating, before, self._positive, strict=True):
-            if positive:
-                torch.where(buffer < 0, 0.1 * old, buffer, out=buffer)
+        for buffer, floor in zip(self._positive, floors, strict=False):
+            torch.where(buffer < 0, floor, buffer, out=buffer)
 
     def _event(self, kind: str, **fields: Any) -> None:
         """Called by the mailbox's thread: log it, and tell the user once what concerns him."""
@@ -341,7 +353,7 @@ class NodeGossipEngine(GossipEngine):
         self._land(force=self._splits)
 
     def _land(self, *, force: bool) -> None:
-        before = [buffer.clone() for buffer in self._learner.replica.floating]
+        floors = self._floors()
         vector = self._vector()
         if len(self._comm.present) < self._mates:  # somebody did not make this step: its shard comes from one who did
             leader = self._comm.present[0]
@@ -352,7 +364,7 @@ class NodeGossipEngine(GossipEngine):
         self._share(vector)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="node")
         self._adopt(vector)
-        self._keep_positive(before)
+        self._keep_positive(floors)
 
     def boundary(self) -> None:
         """An optimizer step was made."""

@@ -4,6 +4,10 @@ Parameters are put into buckets in reverse order, roughly the order in which bac
 sent when its last gradient is there, always in the same order; an end-of-backward callback sends the rest (parameters
 that this backward did not use count as zeros), waits, and writes the means back. Each bucket carries one flag per
 parameter, so that a parameter unused on every rank keeps `grad=None`.
+
+On an accelerator a bucket is packed there by the compute stream, travels through pinned memory on side streams and is
+unpacked there again. A host that averages has to wait for the last bucket at the end of backward: that wait is the one
+that averaging over the host costs.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from loosestep.comm.base import Comm, Pending, Scope
 from loosestep.comm.channel import ordered_sum
 from loosestep.shards import local
+from loosestep.staging import Staging, nothing
 
 LEAST, MOST = 1 << 18, 25 << 20  # bytes in a bucket
 
@@ -26,7 +31,7 @@ LEAST, MOST = 1 << 18, 25 << 20  # bytes in a bucket
 class Bucket:
     """Some parameters of one dtype: their gradients side by side, then one flag each, then padding."""
 
-    def __init__(self, params: Sequence[nn.Parameter], multiple: int) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], multiple: int, staging: Staging) -> None:
         self.params = list(params)
         self.sizes = [local(param).numel() for param in params]
         self.padding = -(sum(self.sizes) + len(params)) % multiple
@@ -34,13 +39,18 @@ class Bucket:
         self.ready: set[int] = set()
         self.sent: Pending[None] | None = None
         self.done = 1.0  # the share of a backward that has produced this bucket and those before it
+        self.checksum: float | None = None  # of the gradients before they are averaged; None: not wanted
+        self._staging = staging
         self._flat: torch.Tensor | None = None
+        self._near: torch.Tensor | None = None  # on the accelerator
+        self._arrived: Callable[[], None] = nothing
+        self._used: list[bool] = []
         self._views = WeakIdKeyDictionary()  # the same few tensors come again and again
 
     @property
     def flat(self) -> torch.Tensor:
         if self._flat is None:
-            self._flat = self.blank()
+            self._flat = self._staging.host(self.padded, self.params[0].dtype)
         return self._flat
 
     def blank(self) -> torch.Tensor:
@@ -57,35 +67,78 @@ class Bucket:
         return views
 
     @torch.no_grad()
-    def pack(self, into: torch.Tensor) -> None:
-        """Gradients in; zeros and a zero flag where there is none."""
-        *views, flags = self.views(into)
+    def leave(self) -> None:
+        """Called where backward runs: gradients on an accelerator start their way to the host."""
         gradients = [param.grad for param in self.params]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
-        dense = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
-        flags.copy_(torch.tensor([gradient is not None for gradient in gradients]))
-        if self.params[0].device.type == "cpu":
-            torch._foreach_copy_(views, dense)
-        else:  # one transfer
-            into[: sum(self.sizes)].copy_(torch.cat([gradient.reshape(-1) for gradient in dense]))
+        self._used = [gradient is not None for gradient in gradients]
+        if self._staging.remote:
+            if self._near is None:
+                self._near = self._staging.near(self.padded, self.params[0].dtype)
+            torch._foreach_copy_(self.views(self._near)[:-1], self._dense())
+            size = sum(self.sizes)
+            self._arrived = self._staging.send([(self.flat[:size], self._near[:size])])
+
+    def _dense(self) -> list[torch.Tensor]:
+        return [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
+
+    @torch.no_grad()
+    def pack(self, into: torch.Tensor) -> None:
+        """Gradients in; zeros and a zero flag where there is none."""
+        *views, flags = self.views(into)
+        flags.copy_(torch.tensor(self._used))
+        size = sum(self.sizes)
+        if not self._staging.remote:
+            torch._foreach_copy_(views, self._dense())
+        else:
+            self._arrived()
+            if into is not self.flat:
+                into[:size].copy_(self.flat[:size])
+        if self.checksum is not None:
+            self.checksum = float(into[:size].sum(dtype=torch.float64))
 
     @torch.no_grad()
     def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
         """Means out: the sum of the parts, in order, over the divisor. Unused everywhere: `grad` stays None."""
-        device = self.params[0].device
-        rows = [self.views(part.to(device)) for part in parts]
-        used = [any(flags) for flags in zip(*(row[-1].tolist() for row in rows), strict=True)]
-        for flag, param, *views in zip(used, self.params, *(row[:-1] for row in rows), strict=True):
-            if not flag:
-                continue
-            if param.grad is None:
-                param.grad = torch.empty_like(param)
-            gradient = local(param.grad)
-            if len(views) == 2 and gradient.dtype in (torch.float32, torch.float64):
-                torch.add(views[0], views[1], out=gradient).div_(divisor)
-            else:
-                gradient.copy_(ordered_sum(views).div_(divisor))
+        rows = [self.views(part) for part in parts]
+        self._used = [any(flags) for flags in zip(*(row[-1].tolist() for row in rows), strict=True)]
+        if self._staging.remote:
+            assert self._near is not None
+            size = sum(self.sizes)
+            _mean([part[:size] for part in parts], divisor, out=self.flat[:size])
+            self._staging.push([(self.flat[:size], self._near[:size])])
+            return
+        for used, param, *views in zip(self._used, self.params, *(row[:-1] for row in rows), strict=True):
+            if used:
+                _mean(views, divisor, out=_gradient(param))
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Called where backward runs, after `unpack`: the compute stream takes what came back to the accelerator."""
+        if not self._staging.remote:
+            return
+        assert self._near is not None
+        self._staging.receive()
+        used = [index for index, flag in enumerate(self._used) if flag]
+        views = self.views(self._near)
+        torch._foreach_copy_([_gradient(self.params[index]) for index in used], [views[index] for index in used])
+        self._staging.used()
+
+
+def _gradient(param: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of a gradient, made if there is none."""
+    if param.grad is None:
+        param.grad = torch.empty_like(param)
+    return local(param.grad)
+
+
+def _mean(parts: Sequence[torch.Tensor], divisor: int, *, out: torch.Tensor) -> None:
+    """out <- the sum of the parts, in order, over the divisor."""
+    if len(parts) == 2 and out.dtype in (torch.float32, torch.float64):
+        torch.add(parts[0], parts[1], out=out).div_(divisor)
+    else:
+        out.copy_(ordered_sum(parts).div_(divisor))
 
 
 class GradientAverager:
@@ -112,7 +165,7 @@ class GradientAverager:
         self._paused = 0
         self._open: Scope | None = None
         self._rounds = 0
-        self._checksum = 0.0
+        self._buckets[0].checksum = 0.0  # of the first rounds, to notice ranks that see the same data
         ready = torch.compiler.disable(self._ready)
         self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in params]
 
@@ -158,7 +211,7 @@ class GradientAverager:
         at_end = torch.autograd.Variable._execution_engine.queue_callback
         at_end((lambda: at_end(self._end)) if self._late else self._end)
         if self._open != "rank":
-            self._comm.open_round(self._open, self._checksum)
+            self._comm.open_round(self._open, self._buckets[0].checksum or 0.0)
 
     def _send(self, *, complete_only: bool) -> None:
         assert self._open is not None
@@ -167,17 +220,9 @@ class GradientAverager:
                 continue
             if complete_only and len(bucket.ready) < len(bucket.params):
                 return
-            if bucket is self._buckets[0]:
-                self._checksum = self._sum_up(bucket)
             self._worked(bucket.done)
+            bucket.leave()
             bucket.sent = self._comm.reduce(bucket, self._open)
-
-    def _sum_up(self, bucket: Bucket) -> float:
-        """A checksum of the first gradients of the first rounds, to notice ranks that see the same data."""
-        if self._rounds >= 4:
-            return 0.0
-        dense = [local(p.grad) for p in bucket.params if p.grad is not None and not p.grad.is_sparse]
-        return sum(float(gradient.sum(dtype=torch.float64)) for gradient in dense)
 
     def _end(self) -> None:
         scope, start = self._open, self._comm.now()
@@ -188,7 +233,10 @@ class GradientAverager:
             for bucket in self._buckets:
                 assert bucket.sent is not None
                 bucket.sent.wait()
+                bucket.arrive()
             self._rounds += 1
+            if self._rounds >= 4:
+                self._buckets[0].checksum = None
         finally:
             self._open = None
             for bucket in self._buckets:
@@ -200,9 +248,9 @@ class GradientAverager:
 def make_buckets(params: Sequence[nn.Parameter], multiple: int) -> list[Bucket]:
     """Last parameters first, one dtype per bucket."""
     sizes = [p.numel() * p.element_size() for p in params]
-    buckets, done = [], 0
+    buckets, done, staging = [], 0, Staging(local(params[0]).device)
     for indices in fill_buckets(sizes, [p.dtype for p in params]):
-        bucket = Bucket([params[index] for index in indices], multiple)
+        bucket = Bucket([params[index] for index in indices], multiple, staging)
         done += sum(sizes[index] for index in indices)
         bucket.done = done / sum(sizes)
         buckets.append(bucket)

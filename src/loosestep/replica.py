@@ -4,8 +4,10 @@
     assign:  x <- mean
     blend:   x <- (2 S x + P mean) / (2 S + P)    the published DASO merge, S steps after the snapshot
 
-Of a sharded model a replica is what this rank holds. Parameters stay where they are; the flat vector is a copy in logical order, one tensor per dtype, padded so that it
-divides evenly among lanes and replicas.
+Of a sharded model a replica is what this rank holds. Parameters stay where they are; the flat vector is a copy in
+logical order, one tensor per dtype, padded so that it divides evenly among lanes and replicas. On an accelerator it
+exists twice, there and in pinned memory of the host, and travels on side streams (`staging.py`): neither a snapshot nor
+a fold makes the compute thread wait.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import nn
 
 from loosestep.comm.base import Vector
 from loosestep.shards import describe, is_dtensor, local, reshard, sharding_modules
+from loosestep.staging import Image, Staging, nothing
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,16 @@ class Segment:
             flat[: sum(self.sizes)].copy_(torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors]))
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """Host memory that a replica's values are on their way to; `ready()` waits for them."""
+
+    vector: Vector
+    buffers: torch.Tensor
+    losses: tuple[torch.Tensor | float, int]
+    ready: Callable[[], None]
+
+
 class Replica:
     """The trainable parameters and floating buffers of a model. `multiple`: what the padded length must divide by.
     `keep`: which parameters take part, all by default."""
@@ -67,19 +80,49 @@ class Replica:
         self.counting = [local(b) for b in persistent_buffers(model) if not b.is_floating_point()]
         self.sharded = any(is_dtensor(param) for param in model.parameters())
         self._sharding = sharding_modules(model)
-        self._flat: Vector | None = None
+        self.staging = Staging(trainable[0].device if trainable else torch.device("cpu"))
+        self._images: list[Image] | None = None
+        self._statistics: Image | None = None
+        self._loss: Image | None = None
 
     @staticmethod
     def _segment(dtype: torch.dtype, params: list[nn.Parameter], multiple: int) -> Segment:
         sizes = [local(param).numel() for param in params]
         return Segment(dtype, list(params), sizes, padded=max(-(-sum(sizes) // multiple), 1) * multiple)
 
+    def stage(self, losses: tuple[torch.Tensor | float, int] = (0.0, 0)) -> Snapshot:
+        """Start to copy parameters, buffers and losses into the memory that the replica keeps for it; never waits."""
+        if self._images is None:
+            self._images = [Image(s.tensors, s.dtype, s.padded, self.staging) for s in self.segments]
+            if self.floating:
+                size = sum(buffer.numel() for buffer in self.floating)
+                self._statistics = Image(self.floating, self._wide, size, self.staging)
+        for segment, image in zip(self.segments, self._images, strict=True):
+            image.pack(segment.tensors)
+        leaving = [*self._images]
+        if self._statistics is not None:
+            self._statistics.pack(self.floating)
+            leaving.append(self._statistics)
+        loss = losses[0]
+        if self.staging.remote and isinstance(loss, torch.Tensor) and loss.device == self.staging.device:
+            self._loss = self._loss or Image([loss], loss.dtype, 1, self.staging)
+            self._loss.pack([loss])
+            loss = self._loss.host
+            leaving.append(self._loss)
+        return Snapshot(
+            vector=[image.host for image in self._images],
+            buffers=self._statistics.host if self._statistics else torch.empty(0),
+            losses=(loss, losses[1]),
+            ready=self.staging.send((i.host, i.near) for i in leaving) if self.staging.remote else nothing,
+        )
+
     def snapshot(self, *, keep: bool = True) -> Vector:
-        """A copy of the parameters, in the one buffer that the replica keeps for it (`keep`) or in new memory."""
-        vector = self._flat if keep else None
-        if vector is None:
-            vector = [torch.zeros(segment.padded, dtype=segment.dtype) for segment in self.segments]
-            self._flat = vector if keep else self._flat
+        """A copy of the parameters, in the memory that the replica keeps for it (`keep`) or in new memory; waits for it."""
+        if keep:
+            snapshot = self.stage()
+            snapshot.ready()
+            return snapshot.vector
+        vector = [torch.zeros(segment.padded, dtype=segment.dtype) for segment in self.segments]
         with torch.no_grad():
             for segment, flat in zip(self.segments, vector, strict=True):
                 segment.pack(flat)
@@ -88,36 +131,55 @@ class Replica:
     @torch.no_grad()
     def fold(self, delta: Vector) -> None:
         """x <- x + delta"""
-        reshard(self._sharding)
-        for segment, flat in zip(self.segments, delta, strict=True):
-            torch._foreach_add_(segment.tensors, segment.views(flat))
+        for segment, views in self._bring(delta):
+            torch._foreach_add_(segment.tensors, views)
+        self.staging.used()
 
     @torch.no_grad()
     def assign(self, mean: Vector) -> None:
         """x <- mean"""
-        reshard(self._sharding)
-        for segment, flat in zip(self.segments, mean, strict=True):
-            torch._foreach_copy_(segment.tensors, segment.views(flat))
+        for segment, views in self._bring(mean):
+            torch._foreach_copy_(segment.tensors, views)
+        self.staging.used()
 
     @torch.no_grad()
     def blend(self, mean: Vector, *, waited: int, replicas: int) -> None:
         """x <- (2 S x + P mean) / (2 S + P)"""
         total = 2 * waited + replicas
-        reshard(self._sharding)
-        for segment, flat in zip(self.segments, mean, strict=True):
+        for segment, views in self._bring(mean):
             torch._foreach_mul_(segment.tensors, 2 * waited / total)
-            torch._foreach_add_(segment.tensors, segment.views(flat), alpha=replicas / total)
+            torch._foreach_add_(segment.tensors, views, alpha=replicas / total)
+        self.staging.used()
+
+    def _bring(self, vector: Vector) -> list[tuple[Segment, list[torch.Tensor]]]:
+        """The vector where the parameters are, in their shapes: what `stage` keeps without waiting, other memory by a copy."""
+        reshard(self._sharding)
+        images = self._images or []
+        if len(images) == len(vector) and all(flat is image.host for flat, image in zip(vector, images, strict=True)):
+            if self.staging.remote:
+                self.staging.fetch((image.host, image.near) for image in images)
+            return [(segment, image.views) for segment, image in zip(self.segments, images, strict=True)]
+        return [(segment, segment.views(flat)) for segment, flat in zip(self.segments, vector, strict=True)]
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if any(b.dtype == torch.float64 for b in self.floating) else torch.float32
 
     def pack_buffers(self) -> torch.Tensor:
         """The floating buffers (BatchNorm statistics) as one vector."""
         if not self.floating:
             return torch.empty(0)
-        wide = torch.float64 if any(b.dtype == torch.float64 for b in self.floating) else torch.float32
-        return torch.cat([buffer.detach().reshape(-1).to("cpu", wide) for buffer in self.floating])
+        return torch.cat([buffer.detach().reshape(-1).to(self._wide) for buffer in self.floating]).cpu()
 
     @torch.no_grad()
     def assign_buffers(self, packed: torch.Tensor) -> None:
         """Buffers are averaged and assigned, never folded: a delayed delta can make a variance negative."""
+        if self._statistics is not None and packed is self._statistics.host:
+            if self.staging.remote:
+                self.staging.fetch([(self._statistics.host, self._statistics.near)])
+            torch._foreach_copy_(self.floating, self._statistics.views)
+            self.staging.used()
+            return
         for buffer, piece in zip(self.floating, packed.split([b.numel() for b in self.floating]), strict=False):
             buffer.copy_(piece.view(buffer.shape))
 

@@ -8,13 +8,14 @@ whose loader is shorter, and rounds are matched by their sequence number, never 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from loosestep.staging import nothing
 from loosestep.topology import Topology
 
 T = TypeVar("T")
@@ -77,11 +78,11 @@ class Pending(Generic[T]):
 
 @dataclass
 class Offer:
-    """What a replica puts into an exchange. `vector` is overwritten by the result.
+    """What a replica puts into an exchange. `vector` and `buffers` are overwritten by the result.
 
     `form`: the result is the mean itself or the delta `mean - vector`. `lane`: None shards the vector over all lanes,
     a number sends it whole over that one. `wire`: the dtype that travels, None for the parameters' own. `settle`: the
-    ranks of a node differ, so they are averaged first.
+    ranks of a node differ, so they are averaged first. `ready`: waits until the values have come from the device.
     """
 
     vector: Vector
@@ -91,6 +92,7 @@ class Offer:
     wire: torch.dtype | None = None
     settle: bool = False
     losses: tuple[torch.Tensor | float, int] = (0.0, 0)
+    ready: Callable[[], None] = nothing
 
 
 @dataclass

@@ -155,6 +155,7 @@ class Collective:
         row = [0.0] * 9
         row[SEQUENCE], row[KIND], row[STEP], row[FINITE], row[LANE] = self._sequence, kind, self.step, 1, -1
         if offer is not None:
+            offer.ready()
             checksum = sum(float(tensor.sum()) for tensor in offer.vector)  # may overflow where every value is finite
             finite = math.isfinite(checksum) or all(bool(t.isfinite().all()) for t in offer.vector)
             row[LOSS], row[COUNT] = float(offer.losses[0]), offer.losses[1]
@@ -228,7 +229,7 @@ class Collective:
         return spread
 
     def _average_buffers(self, mine: torch.Tensor) -> torch.Tensor:
-        """The mean over all ranks, inside the node first."""
+        """Overwrite buffers with their mean over all ranks, inside the node first."""
         if mine.numel() == 0:
             return mine
         total = ordered_sum(self._x.node.gather(mine).unbind(0))
@@ -236,7 +237,7 @@ class Collective:
             total = ordered_sum(self._x.lane.gather(total).unbind(0))
         if self._x.node.size > self._x.lanes:
             self._x.node.broadcast(total, root=0)
-        return total.div_(self.topology.world)
+        return mine.copy_(total.div_(self.topology.world))
 
     def _compare(self, rows: torch.Tensor) -> None:
         """Replicas that are bit for bit the same three exchanges in a row have seen the same data."""

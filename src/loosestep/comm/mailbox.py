@@ -47,6 +47,7 @@ Array = NDArray[Any]
 CHUNK_BYTES = 1 << 20
 LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
 FOLD_SHARE = 0.05  # folding may take this share of the time; a larger model folds less often than every step
+RELAY_SHARE = 0.25  # and this share of a core when it is done by a thread of its own, for parameters on an accelerator
 
 
 class Store(Protocol):
@@ -91,7 +92,9 @@ class Mailbox:
         peers = [peer for peer in world if peer != rank]
         chunk_bytes, window = in_flight(sum(p.numel() * max(4, p.element_size()) for p in params), len(peers))
         self.rank, self.world = rank, tuple(world)
-        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, allocate=allocate)
+        # A recording needs boundaries that are complete at once, on an accelerator too: that waits for it.
+        relayed = None if tape is None else False
+        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, allocate=allocate, relayed=relayed)
         if tape is not None:
             tape.number(chunk_bytes)
             self._shadow.tape = tape
@@ -153,9 +156,17 @@ class Mailbox:
         now = time.monotonic()
         self._courier.progress += 1
         self._courier.stepped = now
-        if not force and now - self._folded_at < self._fold_cost / FOLD_SHARE:
+        share = FOLD_SHARE if self._shadow.relay is None else RELAY_SHARE
+        if self._shadow.busy or (not force and now - self._folded_at < self._fold_cost / share):
             return Fold(skipped=True)
-        fold = self._shadow.boundary(params)
+        return self._counted(self._shadow.boundary(params), now)
+
+    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u; x <- y, complete when it returns; not a step."""
+        self._check()
+        return self._counted(self._shadow.settle(params), time.monotonic())
+
+    def _counted(self, fold: Fold, now: float) -> Fold:
         self._folded_at = now
         self._fold_cost = fold.seconds if not self._folds else 0.8 * self._fold_cost + 0.2 * fold.seconds
         self._folds += 1
@@ -184,6 +195,16 @@ class Mailbox:
     def left(self) -> set[int]:
         """Peers that have closed their mailbox in order."""
         return self._courier.members.ranks(State.LEFT)
+
+    @property
+    def relayed(self) -> bool:
+        """Whether a boundary is begun by `boundary` and completed in the background: parameters on an accelerator."""
+        return self._shadow.relay is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last boundary is still under way, so that one now would be skipped."""
+        return self._shadow.busy
 
     @property
     def steps(self) -> int:
@@ -218,8 +239,7 @@ class Mailbox:
     def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
         """Wait until every live rank has finished too, answering meanwhile; then all hold the same parameters, the mean
         of the live shadows."""
-        self._check()
-        self._shadow.boundary(params)
+        self.settle(params)
         courier = self._courier
         self._do(courier.finish)
         self._wait(courier.ended, timeout, "the end of the run")
@@ -249,13 +269,16 @@ class Mailbox:
         now = time.monotonic()
         if now - self._io_read > 0.25:  # reading it every step would cost as much as it measures
             self._io_read, self._io_seconds = now, io_cpu_seconds()
-        return self._courier.cpu_seconds + self._io_seconds + self._fold_seconds
+        folding = self._fold_seconds if self._shadow.relay is None else 0.0  # a relay's thread has a share of its own
+        return self._courier.cpu_seconds + self._io_seconds + folding
 
     def close(self) -> None:
         """Say goodbye and let go of the thread and every socket."""
         if self._thread.is_alive():
             self._do(lambda: setattr(self._courier, "stopping", True))
         self._thread.join()
+        if self._shadow.relay is not None:
+            self._shadow.relay.close()
 
     # ---- inside
 

@@ -26,10 +26,12 @@ Array = NDArray[Any]
 class ReplayedMailbox:
     """What `Mailbox` is in the original: the same methods, no sockets."""
 
+    busy = False  # a boundary is complete at once
+
     def __init__(self, player: Player, *, world: Sequence[int], params: Sequence[torch.Tensor]) -> None:
         self.rank, self.world, self.steps, self.global_steps = player.rank, tuple(world), 0, 0
         self._player, self._values = player, player.values
-        self._shadow = Shadow(params, chunk_bytes=player.number(0))
+        self._shadow = Shadow(params, chunk_bytes=player.number(0), relayed=False)
         self._mine: dict[tuple[int, int, int], tuple[Array, int]] = {}
         self._squares: dict[int, float] = {}
         self._mean: Array | None = None

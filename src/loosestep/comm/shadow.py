@@ -10,6 +10,7 @@ the lock, chunk by chunk, so a learner that is averaged ten times during one ste
 never overshoots. `delta` is not zeroed: a chunk that is not dirty is overwritten by the next exchange.
 
 Parameters of lower precision than the shadow (bfloat16) keep what rounding cut off in `delta`: the mean stays exact.
+Parameters on an accelerator reach the shadow through a relay, in two halves: see `relay.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from loosestep.comm.edge import Moved, NotFiniteError
+from loosestep.comm.relay import Relay
 from loosestep.comm.wire import HEADER_BYTES
 from loosestep.trace.recording import Kind, pack
 
@@ -52,6 +54,21 @@ class Fold:
     seconds: float = 0.0
     skipped: bool = False  # folding would have cost too large a share of the time: it comes with a later step
 
+    @classmethod
+    def of(cls, ages: list[int], *, seconds: float) -> Fold:
+        """Chunk exchanges of these ages have landed."""
+        mean = sum(ages) / len(ages) if ages else 0.0
+        return cls(len(ages), staleness_mean=mean, staleness_max=max(ages, default=0), seconds=seconds)
+
+    def absorb(self, other: Fold) -> Fold:
+        """Both together."""
+        chunks = self.chunks + other.chunks
+        total = self.staleness_mean * self.chunks + other.staleness_mean * other.chunks
+        self.staleness_mean = total / chunks if chunks else 0.0
+        self.staleness_max = max(self.staleness_max, other.staleness_max)
+        self.chunks, self.seconds = chunks, self.seconds + other.seconds
+        return self
+
 
 @dataclass(slots=True)
 class _Chunk:
@@ -73,7 +90,12 @@ class Shadow:
     """One flat vector over a list of tensors, in chunks. With a `tape`, every `note` is written to it under the lock."""
 
     def __init__(
-        self, params: Sequence[torch.Tensor], *, chunk_bytes: int = 1 << 20, allocate: Callable[..., Array] = np.empty
+        self,
+        params: Sequence[torch.Tensor],
+        *,
+        chunk_bytes: int = 1 << 20,
+        allocate: Callable[..., Array] = np.empty,
+        relayed: bool | None = None,
     ) -> None:
         if not params:
             raise ValueError("a shadow needs at least one parameter, got none")
@@ -97,6 +119,11 @@ class Shadow:
         self._views = _Views(self._chunks, torch.from_numpy(self._base), torch.from_numpy(self._delta))
         with self.lock:
             self._views.of(params).adopt_all()
+        if relayed is None:
+            relayed = len({p.device for p in params}) == 1 and params[0].device.type != "cpu"
+        self.relay = Relay(self, params) if relayed else None
+        if relayed:
+            self._views.forget()
 
     @property
     def chunks(self) -> int:
@@ -176,12 +203,47 @@ class Shadow:
             target[:] = amount  # the first write since the boundary: no need to zero before
             part.dirty = True
 
+    @property
+    def busy(self) -> bool:
+        """Whether a boundary now would have to wait for the last one."""
+        return self.relay is not None and self.relay.busy()
+
     def boundary(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u;  x <- y, chunk by chunk, each under the lock."""
+        """y += u;  x <- y. Through a relay it is begun, and skipped while the last one is under way."""
+        if self.relay is None:
+            return self.settle(params)
+        if self.relay.busy():
+            return Fold(skipped=True)
+        return self.relay.boundary(params) or Fold()
+
+    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u;  x <- y, complete when it returns: chunk by chunk, each under the lock."""
+        if self.relay is not None:
+            return self.relay.settle(params)
         self.open_boundary(params)
         for chunk in range(self.chunks):
             self.cross(chunk)
         return self.close_boundary(params)
+
+    def renew(self, x: Array) -> Fold:
+        """The half of a boundary that belongs to the shadow: `y += u`, with `x` the parameters as they arrived; then `x` is
+        overwritten by what exchanges have added, which is in the shadow and has yet to be added to the parameters."""
+        begun, ages = time.thread_time(), list[int]()
+        for part in self._chunks:
+            span = slice(part.start, part.stop)
+            with self.lock:
+                np.copyto(self._base[span], x[span])
+                if part.dirty:
+                    np.copyto(x[span], self._delta[span])
+                    self._base[span] += x[span]
+                    part.dirty = False
+                else:
+                    x[span] = 0
+                landed, part.snapshots = part.snapshots, []
+            # What was taken reaches the parameters at the boundary after this one.
+            ages += [self.boundaries + 2 - snapshot for snapshot in landed]
+        self.boundaries += 1
+        return Fold.of(ages, seconds=time.thread_time() - begun)
 
     def open_boundary(self, params: Sequence[torch.Tensor]) -> None:
         """The first part of a boundary: from here on every chunk is crossed, in any order."""
@@ -212,16 +274,12 @@ class Shadow:
         boundary.views.write_back(params)
         self.boundaries += 1
         self.note(pack(Kind.LANDED))
-        ages = boundary.ages
-        return Fold(
-            chunks=len(ages),
-            staleness_mean=sum(ages) / len(ages) if ages else 0.0,
-            staleness_max=max(ages, default=0),
-            seconds=time.perf_counter() - boundary.begun,
-        )
+        return Fold.of(boundary.ages, seconds=time.perf_counter() - boundary.begun)
 
     def assign(self, params: Sequence[torch.Tensor], flat: Array) -> None:
         """x <- flat and y <- flat: the parameters and the shadow become this vector."""
+        if self.relay is not None:
+            self.relay.forget()
         with self.lock:
             np.copyto(self._base, flat)
             for part in self._chunks:
@@ -283,6 +341,10 @@ class _Views:
         self._xs = [[flats[t][a:b] for t, a, b, _ in part.segments] for part in self._chunks]
         self._key = key
         return self
+
+    def forget(self) -> None:
+        """Let go of the parameters, and of the copies of those that are not contiguous."""
+        self._xs, self._key, self._copies = [], (), []
 
     def adopt(self, chunk: int) -> None:
         torch._foreach_copy_(self._bases[chunk], self._xs[chunk])

@@ -134,7 +134,7 @@ class VirtualMailbox(Mailbox):
         self.rank, self.world = rank, tuple(members)
         self.peers = [peer for peer in members if peer != rank]
         chunk_bytes, window = in_flight(sum(p.numel() * max(4, p.element_size()) for p in params), len(self.peers))
-        self.shadow = Shadow(params, chunk_bytes=chunk_bytes)
+        self.shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=False)
         self.letter_bytes = HEADER_BYTES + self.shadow.size * self.shadow.dtype.itemsize
         self.steps, self.closed, self.done = 0, False, False
         self._post, self._window, self._emit, self._deadline = post, window, emit, deadline
@@ -210,6 +210,7 @@ class VirtualMailbox(Mailbox):
         return set(self.peers) - self._alive - self._dead
 
     steps: int = 0
+    busy = relayed = False  # a boundary is complete at once
 
     @property
     def global_steps(self) -> int:

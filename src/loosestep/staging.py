@@ -1,0 +1,113 @@
+"""Between an accelerator and the host: pinned memory, side streams and events. The compute thread never waits here.
+
+    send:   compute stream --event--> side stream copies to the host --event--> a communication thread waits for it
+    push:   side stream copies to the device (any thread may start it)
+    fetch:  push, and the compute *stream* waits for it; the compute thread goes on
+
+Flat memory on the device is kept and written by the compute stream, so no block is freed under a copy: sending starts
+after what the compute stream did before, and the compute stream waits for what comes back before it uses it. What the
+host may touch follows from the communication: a communication thread reads and writes pinned memory only between the
+arrival of a send and the next push. On a CPU there is nothing to stage and copies are made at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]  # host, device
+
+
+def nothing() -> None:
+    """Everything is here already."""
+
+
+class Staging:
+    """One device's way to the host and back. `remote`: whether the host is somewhere else than the tensors."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.remote = device, device.type == "cuda"
+        if self.remote:
+            # Two streams: what comes back must not queue behind a copy that waits for the compute stream.
+            self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._came, self._consumed = torch.cuda.Event(), torch.cuda.Event()
+            self._compute = torch.cuda.current_stream(device)
+
+    def host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros on the host, pinned if they have to travel."""
+        return torch.zeros(size, dtype=dtype, pin_memory=self.remote)
+
+    def near(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros where the tensors are."""
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+    def send(self, pairs: Pairs) -> Callable[[], None]:
+        """host <- device, after what the current stream has been given so far. What is returned waits for the arrival."""
+        if not self.remote:
+            for host, near in pairs:
+                host.copy_(near)
+            return nothing
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
+            for host, near in pairs:
+                host.copy_(near, non_blocking=True)
+        arrived = torch.cuda.Event(blocking=True)  # whoever waits sleeps instead of spinning
+        arrived.record(self._out)
+        return arrived.synchronize
+
+    def push(self, pairs: Pairs) -> None:
+        """device <- host, when the last values there have been used; see `receive`."""
+        if not self.remote:
+            for host, near in pairs:
+                near.copy_(host)
+            return
+        self._back.wait_event(self._consumed)
+        with torch.cuda.stream(self._back):
+            for host, near in pairs:
+                near.copy_(host, non_blocking=True)
+        self._came.record(self._back)
+
+    def receive(self) -> None:
+        """The current stream, not this thread, waits for what was pushed."""
+        if self.remote:
+            torch.cuda.current_stream(self.device).wait_event(self._came)
+
+    def fetch(self, pairs: Pairs) -> None:
+        """device <- host, for the current stream to use."""
+        self.push(pairs)
+        self.receive()
+
+    def used(self) -> None:
+        """What was received has been used by the current stream and may be overwritten."""
+        if self.remote:
+            self._consumed.record(torch.cuda.current_stream(self.device))
+
+    def leave(self) -> None:
+        """The compute thread hands over to a communication thread and waits: remember its stream."""
+        if self.remote:
+            self._compute = torch.cuda.current_stream(self.device)
+
+    def stand_in(self) -> AbstractContextManager[object]:
+        """A communication thread does the compute thread's work, on its stream."""
+        return torch.cuda.stream(self._compute) if self.remote else nullcontext()
+
+
+class Image:
+    """One flat vector over tensors of some shapes: `near` where they are, `host` where communication works on it.
+
+    On a CPU both are the same memory.
+    """
+
+    def __init__(self, like: list[torch.Tensor], dtype: torch.dtype, padded: int, staging: Staging) -> None:
+        self.near = staging.near(padded, dtype)
+        self.host = staging.host(padded, dtype) if staging.remote else self.near
+        sizes = [tensor.numel() for tensor in like]
+        pieces = self.near[: sum(sizes)].split(sizes)
+        self.views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+    @torch.no_grad()
+    def pack(self, tensors: list[torch.Tensor]) -> None:
+        """near <- tensors, on the current stream: a copy inside the device costs microseconds, and the tensors may change."""
+        torch._foreach_copy_(self.views, tensors)
