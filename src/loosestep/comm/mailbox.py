@@ -127,7 +127,7 @@ class Mailbox:
         )  # fmt: skip
         self._exchanges: dict[int, Pending] = {}
         self._io_read, self._io_seconds = 0.0, 0.0
-        self._folds, self._fold_seconds, self._fold_cost, self._folded_at = 0, 0.0, 0.0, 0.0
+        self._folds, self._fold_seconds, self._fold_cpu, self._fold_cost, self._folded_at = 0, 0.0, 0.0, 0.0, 0.0
         self._thread = threading.Thread(target=self._courier.run, name=f"loosestep-mailbox-{rank}", daemon=True)
         self._thread.start()
 
@@ -159,18 +159,25 @@ class Mailbox:
         share = FOLD_SHARE if self._shadow.relay is None else RELAY_SHARE
         if self._shadow.busy or (not force and now - self._folded_at < self._fold_cost / share):
             return Fold(skipped=True)
-        return self._counted(self._shadow.boundary(params), now)
+        return self._counted(self._shadow.boundary, params, now)
 
     def settle(self, params: Sequence[torch.Tensor]) -> Fold:
         """y += u; x <- y, complete when it returns; not a step."""
         self._check()
-        return self._counted(self._shadow.settle(params), time.monotonic())
+        return self._counted(self._shadow.settle, params, time.monotonic())
 
-    def _counted(self, fold: Fold, now: float) -> Fold:
+    def _counted(
+        self, make: Callable[[Sequence[torch.Tensor]], Fold], params: Sequence[torch.Tensor], now: float
+    ) -> Fold:
+        """Fold, and keep what it cost: CPU time, since on a busy machine the clock also counts the work of others."""
+        used = time.thread_time()
+        fold = make(params)
+        cost = time.thread_time() - used if self._shadow.relay is None else fold.seconds
         self._folded_at = now
-        self._fold_cost = fold.seconds if not self._folds else 0.8 * self._fold_cost + 0.2 * fold.seconds
+        self._fold_cost = cost if not self._folds else 0.8 * self._fold_cost + 0.2 * cost
         self._folds += 1
         self._fold_seconds += fold.seconds
+        self._fold_cpu += cost
         return fold
 
     def lockstep_round(self, number: int, neighbours: dict[int, float], timeout: float = 60.0) -> None:
@@ -269,7 +276,7 @@ class Mailbox:
         now = time.monotonic()
         if now - self._io_read > 0.25:  # reading it every step would cost as much as it measures
             self._io_read, self._io_seconds = now, io_cpu_seconds()
-        folding = self._fold_seconds if self._shadow.relay is None else 0.0  # a relay's thread has a share of its own
+        folding = self._fold_cpu if self._shadow.relay is None else 0.0  # a relay's thread has a share of its own
         return self._courier.cpu_seconds + self._io_seconds + folding
 
     def close(self) -> None:
