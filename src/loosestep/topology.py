@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,11 @@ class Topology:
 
     def node_of(self, rank: int) -> int:
         """The index of the node that holds `rank`."""
-        return next(index for index, node in enumerate(self.nodes) if rank in node)
+        return self._homes[rank]
+
+    @cached_property
+    def _homes(self) -> dict[int, int]:
+        return {rank: index for index, node in enumerate(self.nodes) for rank in node}
 
     def mates(self, rank: int) -> tuple[int, ...]:
         """The ranks on the node of `rank`, itself included."""

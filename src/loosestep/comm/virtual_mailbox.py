@@ -124,13 +124,8 @@ class VirtualMailbox(Mailbox):
         params: Sequence[torch.Tensor],
         emit: Callable[..., None],
         deadline: float,
-        tape: object = None,
         **_: Any,
     ) -> None:
-        if tape is not None:
-            raise ValueError(
-                "record=: a simulation needs no recording, its order of events follows from the cluster's seed; leave it out"
-            )
         self.rank, self.world = rank, tuple(members)
         self.peers = [peer for peer in members if peer != rank]
         chunk_bytes, window = in_flight(sum(p.numel() * max(4, p.element_size()) for p in params), len(self.peers))

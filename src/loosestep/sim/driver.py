@@ -20,6 +20,8 @@ from loosestep.sim.generators import Generators
 from loosestep.sim.stage import Moment, Stage
 from loosestep.topology import Topology
 
+MANY = 16  # ranks: with more, torch computes on one processor, for every rank's thread would get helpers of its own
+
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
@@ -105,10 +107,14 @@ class _Driver:
             strand.on_resume = partial(self._generators.take, rank)
         for rank, at in self._cluster.deaths.items():
             clock.call(at, partial(self._stage.kill, rank))
+        threads = torch.get_num_threads()
+        if self._topology.world > MANY:
+            torch.set_num_threads(1)
         try:
             with no_real_distributed():
                 stuck = clock.run()
         finally:
+            torch.set_num_threads(threads)
             self._generators.give_back()
         if self._errors:
             rank, error = self._errors[0]

@@ -205,8 +205,8 @@ class VirtualWorld(World):
         return reports
 
     def connect(self) -> dist.Store:
-        """Only a replay asks for this, and has threads of its own that know no virtual clock."""
-        raise RuntimeError("a recording is replayed by real processes; run it without simulate()")
+        """There is none."""
+        raise RuntimeError("virtual ranks have no store of torch.distributed; use run.notes(name)")
 
     def notes(self, name: str) -> dist.Store:
         """For the training's own use."""
