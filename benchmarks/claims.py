@@ -59,7 +59,7 @@ def accuracy(task: str) -> Callable[[Lines], str]:
         told = []
         for rate in sorted({line["rate"] for line in lines}):
             reached = {
-                line["peer"]: statistics.median(PLANS[task].reached(curve) for curve in line["curves"])
+                line["peer"]: statistics.median(PLANS[task].reached(curve, line["target"]) for curve in line["curves"])
                 for line in lines
                 if line["rate"] == rate
             }
