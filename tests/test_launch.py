@@ -226,13 +226,14 @@ def test_a_timeout_shows_the_last_lines_of_those_that_run() -> None:
             job.ranks[0].expect("more", timeout=5)
 
 
-def test_an_output_that_raises_ends_the_job_and_reaches_whoever_waits() -> None:
+@pytest.mark.parametrize("kind", [BrokenPipeError, SystemExit])  # rich exits when whoever reads our output is gone
+def test_an_output_that_raises_ends_the_job_and_reaches_whoever_waits(kind: type[BaseException]) -> None:
     def fail(rank: launch.Rank, line: str) -> None:
-        raise BrokenPipeError(line)
+        raise kind(line)
 
     command = python("import signal; print('line', flush=True); signal.pause()")
     with launch.start(command, ranks_per_node=2, output=fail) as job:
-        with pytest.raises(BrokenPipeError, match="line"):
+        with pytest.raises(kind, match="line"):
             job.wait(timeout=20)
         assert not job.running
 

@@ -210,7 +210,7 @@ class Job:
             self._started.set()
             self._serve(pipes)
             self._result.set_result(self._summary())
-        except Exception as error:  # noqa: BLE001  # handed to whoever waits for the result
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # handed to whoever waits; rich exits on a closed pipe
             for rank in self.ranks:
                 if rank.pid:
                     rank.kill(signal.SIGKILL)
