@@ -1,6 +1,9 @@
 """The simulator's timing-only predictions against the lab: step time by strategy, bandwidth and straggler.
 
-    python benchmarks/prediction.py [--quick]          (Linux, root; about seven minutes on a machine with nothing else to do)
+    python benchmarks/prediction.py [--quick] [--stretch N]          (Linux, root)
+
+Takes about seven minutes and a machine with nothing else to do; on a busy one `--quick --stretch 5` makes compute and link
+five times slower, so that the rest matters less, and prints without writing.
 
 Two nodes of two ranks in network namespaces. Compute is emulated (sleeps inside the layers, 100 ms a step, a third of it
 forward). In every round each rank first measures its machine, whatever the strategy: a step without communication, one
@@ -32,7 +35,7 @@ from loosestep.sim.machine import Machine
 from loosestep.sim.timing import predict
 
 LAYERS, WIDTH, COMPUTE, SLOWER, PERIOD = 8, 256, 0.1, 3.0, 4
-BANDWIDTHS = ["100mbit", "300mbit", "1000mbit"]
+MEGABITS = [100, 300, 1000]
 FREE = "no communication"
 VARIANTS = [
     FREE, "allreduce", f"localsgd:period={PERIOD}", f"daso:period={PERIOD},delay=1", "delay-by-one:replica=node",
@@ -58,7 +61,9 @@ def work() -> None:
             for variant in VARIANTS:
                 steps = settings["slow_steps" if slow else "steps"]
                 factor = SLOWER if slow and dist.get_rank() == STRAGGLER else 1.0
-                seconds = everybody(block(variant, steps=steps, factor=factor, seed=round_))
+                seconds = everybody(
+                    block(variant, steps=steps, stretch=settings["stretch"], factor=factor, seed=round_)
+                )
                 say(round=round_, variant=variant, slow=slow, seconds=seconds)
     leave()
 
@@ -121,7 +126,7 @@ def repeated(operation: Callable[[], Any], times: int) -> float:
     return median(taken)
 
 
-def block(variant: str, *, steps: int, factor: float, seed: int) -> float:
+def block(variant: str, *, steps: int, stretch: float, factor: float, seed: int) -> float:
     """Seconds per step of this rank. Gossip, and no communication, run for a time; others make so many steps."""
     torch.manual_seed(seed)
     model = nn.Sequential(*[SleepyLayer(WIDTH, COMPUTE / LAYERS) for _ in range(LAYERS)])
@@ -139,10 +144,10 @@ def block(variant: str, *, steps: int, factor: float, seed: int) -> float:
         pace(model, 0.1)
         for _ in range(WARMUP):
             step()
-        pace(model, factor)
+        pace(model, stretch * factor)
         dist.barrier()
         times = [time.monotonic()]
-        while times[-1] < times[0] + steps * COMPUTE if alone else len(times) <= steps:
+        while times[-1] < times[0] + steps * stretch * COMPUTE if alone else len(times) <= steps:
             step()
             times.append(time.monotonic())
         dist.barrier()
@@ -225,7 +230,8 @@ def section(lines: list[dict[str, Any]], machines: dict[str, Machine], settings:
         f"## Predicted and measured: two nodes of two ranks\n\n{table(head, rows)}\n\n{within} of {len(lines)} within "
         f"{TARGET:.0%}; median error {median(errors):.1%}, largest {errors[-1]:.1%}. Measured: median and range of "
         f"{settings['rounds']} rounds, {settings['steps']} steps each ({settings['slow_steps']} with a straggler) after {WARMUP} of "
-        f"warm-up, the median group of a period's steps; emulated compute, a model of {sum(SIZES) / 1e6:.1f} MB. A step is ranks / (gradients per second), so that "
+        f"warm-up, the median group of a period's steps; emulated compute of {1000 * settings['stretch'] * COMPUTE:.0f} ms, a "
+        f"model of {sum(SIZES) / 1e6:.1f} MB. A step is ranks / (gradients per second), so that "
         f"gossip with a straggler has one too. Predicted: `loosestep.sim.timing.predict` with each rank's step time without "
         f"communication and the machine as measured in the same rounds ({figures}). {where}."
     )
@@ -235,19 +241,21 @@ def main() -> None:
     """Parse, run, predict, publish."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
-    parser.add_argument("--bandwidth", action="append", help="instead of all three; nothing written")
+    parser.add_argument("--stretch", type=float, default=1.0, help="everything so many times slower, on a busy machine")
+    parser.add_argument("--rounds", type=int, help="instead of three")
     chosen = parser.parse_args()
-    settings = (
-        {"rounds": 1, "steps": 8, "slow_steps": 4} if chosen.quick else {"rounds": 3, "steps": 12, "slow_steps": 8}
-    )
+    if not chosen.stretch >= 1:
+        parser.error(f"--stretch must be at least 1, got {chosen.stretch:g}")
+    steps = {"steps": 8, "slow_steps": 4} if chosen.quick else {"steps": 12, "slow_steps": 8}
+    settings = {"rounds": chosen.rounds or (1 if chosen.quick else 3), "stretch": chosen.stretch, **steps}
     where, lines, machines = machine(), [], {}
-    for bandwidth in chosen.bandwidth or BANDWIDTHS:
+    for rate in MEGABITS:
+        bandwidth = f"{rate / chosen.stretch:g}mbit"
         print(bandwidth, flush=True)
         said = run_ranks(__file__, settings, bandwidth=bandwidth, show=show)
         lines += compare(said, bandwidth)
         machines[bandwidth] = lab_machine(said, bandwidth)
-    quick = chosen.quick or chosen.bandwidth is not None
-    publish("prediction", section(lines, machines, settings, where), quick=quick, path=SIMULATED)
+    publish("prediction", section(lines, machines, settings, where), quick=chosen.quick, path=SIMULATED)
 
 
 def show(line: dict[str, Any]) -> str:
