@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -44,8 +45,8 @@ class Run:
             self._after_step
         )  # a compiled step ends its graph here instead of tracing us
         self._handles = [o.register_step_post_hook(after_step) for o in self.optimizers] if hooks else []
-        self._weak = weakref.WeakMethod(self._at_exit)
-        atexit.register(_call_weakly, self._weak)
+        self._exit = partial(_call_weakly, weakref.WeakMethod(self._at_exit))
+        atexit.register(self._exit)
 
     def observe(self, loss: torch.Tensor | float) -> None:
         """Feed the schedule and the metrics with a training loss. Costs no synchronisation."""
@@ -221,7 +222,7 @@ class Run:
             self._engine.averager.remove()
         for handle in self._handles:
             handle.remove()
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._exit)
         self._closed()
 
     def _at_exit(self) -> None:
