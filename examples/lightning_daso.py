@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/lightning_daso.py
 """
 
 import os
+import tempfile
 
 import lightning
 import torch
@@ -32,19 +33,20 @@ class Regression(lightning.LightningModule):
 
 x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
-trainer = lightning.Trainer(
-    accelerator="cpu",
-    devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
-    strategy=LoosestepStrategy("daso:period=4"),
-    max_epochs=2,
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
 module = Regression()
-trainer.fit(module, loader, loader)
+with tempfile.TemporaryDirectory() as folder:
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+        strategy=LoosestepStrategy("daso:period=4"),
+        max_epochs=2,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader, loader)
 print(
     f"validation loss {trainer.callback_metrics['loss']:.3f}, checksum {sum(p.sum().item() for p in module.parameters()):.9f}"
 )
