@@ -108,12 +108,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps, one seed, nothing written")
     parser.add_argument("--data", type=Path, default=DATA, help="CIFAR-10 as train.npz and test.npz")
     parser.add_argument("--keep", type=Path, help="results as JSON lines, to go on with later")
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--only", choices=list(OPTIONS), help="one task")
     chosen = parser.parse_args()
     tasks = {"digits": 8, "cifar10": 4} if chosen.quick else {"digits": 200, "cifar10": 360}
     if not (chosen.data / "train.npz").exists():
         print(f"no CIFAR-10 in {chosen.data}: left out")
         del tasks["cifar10"]
-    seeds = 1 if chosen.quick else 3
+    tasks = {name: steps for name, steps in tasks.items() if chosen.only in (None, name)}
+    seeds = chosen.seeds or (1 if chosen.quick else 3)
     torch.set_num_threads(1)
     where = machine()
     said = list(results(tasks, seeds, chosen.data, chosen.keep))
