@@ -164,6 +164,25 @@ def test_a_run_on_shards_resumes_bit_for_bit_from_a_distributed_checkpoint(tmp_p
         assert torch.equal(mean, loaded)
 
 
+def stepped(rank: int, hooks: bool):
+    """Without hooks, as where CUDA graphs are replayed: DDP looks after the node, `run.step()` says when a step is made."""
+    model = build("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with loosestep.attach(model, optimizer, "daso:period=2", topology=GRID, deadline=20, hooks=hooks) as run:
+        for step in range(7):
+            train(model, optimizer, rank, step, "ddp")
+            if not hooks:
+                run.step()
+        assert run.stats["exchanges"] == 3
+    assert not optimizer._optimizer_step_post_hooks
+    return whole(model)
+
+
+def test_steps_that_are_told_by_hand_go_the_same_way():
+    for by_hand, by_hook in zip(ranks(4, stepped, hooks=False), ranks(4, stepped, hooks=True), strict=True):
+        assert torch.equal(by_hand, by_hook)
+
+
 def accumulate(rank: int, inside: str, spec: str):
     model = build(inside)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
