@@ -19,7 +19,7 @@ import xxhash
 
 from loosestep.trace.recording import BEHIND, FORMAT, MAGIC, Kind, RecordingError, frame, pack, rank_file
 
-DIGEST_SHARE = 0.002  # of the time may be spent on digests of the parameters
+DIGEST_SHARE = 0.002  # of the CPU time may be spent on digests of the parameters
 
 
 class Tape(Protocol):
@@ -80,7 +80,7 @@ class Recorder:
         self._path = rank_file(folder, rank)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._lock = threading.Lock()
-        self._begun, self._digesting = time.perf_counter(), 0.0
+        self._begun, self._digesting = time.process_time(), 0.0
         first, self._crc = frame(json.dumps(header).encode(), 0)
         self._append(MAGIC + first)
 
@@ -107,12 +107,12 @@ class Recorder:
 
     def stepped(self, global_steps: int, digest: Callable[[], int]) -> int:
         """It is complete; with a digest as often as its cost allows."""
-        now = time.perf_counter()
-        if self._digesting > DIGEST_SHARE * (now - self._begun):
+        if self._digesting > DIGEST_SHARE * (time.process_time() - self._begun):
             self.write(pack(Kind.STEPPED, global_steps))
             return global_steps
+        begun = time.thread_time()
         value = digest()
-        self._digesting += time.perf_counter() - now
+        self._digesting += time.thread_time() - begun
         self.write(pack(Kind.CHECKED, global_steps, value))
         return global_steps
 
