@@ -18,7 +18,7 @@ from loosestep.trace.recording import RecordingError
 from loosestep.trace.replay import Place, parse_place
 from loosestep.training.config import TrainingError
 from loosestep.training.folder import RunFolder
-from loosestep.training.replay import Comparison, read_recordings, replay_run, require_place
+from loosestep.training.replay import Comparison, read_recordings, replay_in_process, replay_run, require_place
 
 
 def replay(
@@ -26,6 +26,9 @@ def replay(
     until: Annotated[
         str | None, typer.Option(metavar="rank=R,step=S", help="Stop after this step and save the state of that rank.")
     ] = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="All ranks in one process, one at a time: for a debugger.")
+    ] = False,
 ) -> None:
     """Train RUN again from its recording: every rank folds the same values at the same places, whatever the timing.
 
@@ -43,7 +46,10 @@ def replay(
             console.print(f"[yellow]loosestep:[/] {escape(change)}: bits may differ", soft_wrap=True)
         prepare(config, console)
         with Screen(console, f"replay of {short(config.recipe)}  {config.strategy}") as screen:
-            comparison = replay_run(folder, until=place, show=screen.show, print_line=screen.print_line)
+            if in_process:
+                comparison = replay_in_process(folder, until=place, show=screen.show)
+            else:
+                comparison = replay_run(folder, until=place, show=screen.show, print_line=screen.print_line)
         conclude(comparison, console)
 
 

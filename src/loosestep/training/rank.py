@@ -15,12 +15,12 @@ from loosestep.comm.base import CommError
 from loosestep.comm.values import ReplayError
 from loosestep.recipes import RecipeError, find_recipe
 from loosestep.run import Run
-from loosestep.topology import detect_launch
+from loosestep.topology import Launch, detect_launch
 from loosestep.trace.recording import rank_file
+from loosestep.training.compared import compared
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import Journal, RunFolder
 from loosestep.training.loop import Diverged, Tell, Trainer, describe_run
-from loosestep.training.replay import compared
 from loosestep.training.start import Start, find_start
 from loosestep.training.watch import DIVERGED, MARK
 
@@ -28,9 +28,9 @@ FAILED, INTERRUPTED = 1, 130
 MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError, ReplayError)
 
 
-def train_rank(folder: RunFolder, config: Config, tell: Tell) -> None:
+def train_rank(folder: RunFolder, config: Config, tell: Tell, launch: Launch | None = None) -> None:
     """Train as the rank that the launcher's variables say, from wherever this run was left."""
-    launch = detect_launch()
+    launch = launch or detect_launch()
     task = find_recipe(config.recipe).build(
         config.options, data=config.data_folder, seed=config.seed, device=own_device(config.device, launch.local_rank)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,15 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from loosestep import checkpoint, launch
+import torch
+
+from loosestep import launch
 from loosestep.comm.base import CommError
+from loosestep.comm.values import ReplayError
 from loosestep.launch import Rank
-from loosestep.trace.player import Player, RecordingEnds, ReplayStopped
+from loosestep.sim.driver import simulate
+from loosestep.topology import Launch, Topology
 from loosestep.trace.recording import Kind, Recording, RecordingError
 from loosestep.trace.replay import FOLDER, UNTIL, Place
 from loosestep.training.config import Config, TrainingError, read_config
 from loosestep.training.folder import RunFolder
-from loosestep.training.loop import Tell, Trainer
+from loosestep.training.rank import train_rank
 from loosestep.training.watch import MARK, Print, Show, explain
 
 NEVER = 2**62
@@ -33,6 +38,13 @@ class Comparison:
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     stopped: dict[str, Any] | None = None
     problem: str = ""
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """A message of a rank."""
+        if message["kind"] == "replayed":
+            self.ranks[message["rank"]] = message
+        elif message["kind"] == "stopped":
+            self.stopped = message
 
     @property
     def steps(self) -> int:
@@ -79,10 +91,7 @@ def replay_run(
         message = json.loads(line.removeprefix(MARK))
         if message["kind"] == "error":
             errors[rank.number] = message["text"]
-        elif message["kind"] == "replayed":
-            comparison.ranks[rank.number] = message
-        elif message["kind"] == "stopped":
-            comparison.stopped = message
+        comparison.hear(message)
         show(message)
 
     env = {FOLDER: str(folder.recording.resolve()), "OMP_NUM_THREADS": str(recordings[0].header["threads"])}
@@ -100,6 +109,45 @@ def replay_run(
             comparison.problem = explain(culprits[0], errors)
         job.stop(grace=0)
     return comparison
+
+
+def replay_in_process(folder: RunFolder, *, until: Place | None, show: Show) -> Comparison:
+    """Train again on virtual ranks in this process: slower than processes, and to be looked into with a debugger."""
+    config, recordings = read_recordings(folder)
+    require_place(until, recordings)
+    scratch, comparison = scratch_folder(folder, config), Comparison(recordings)
+    topology = Topology(recordings[0].header["nodes"])
+
+    def hear(message: dict[str, Any]) -> None:
+        comparison.hear(message)
+        show(message)
+
+    def train(rank: int) -> None:
+        node = topology.node_of(rank)
+        place = Launch("simulate", rank, topology.world, topology.local_index(rank), f"node {node}")
+        train_rank(scratch, scratch.config(), hear, launch=place)
+
+    with _surroundings(folder, until, threads=int(recordings[0].header["threads"])):
+        try:
+            simulate(train, ranks=topology.world, topology=topology)
+        except (ReplayError, CommError) as error:
+            if comparison.stopped is None:
+                comparison.problem = str(error)
+    return comparison
+
+
+@contextmanager
+def _surroundings(folder: RunFolder, until: Place | None, *, threads: int) -> Iterator[None]:
+    """This process replays, with as many threads as it was recorded with."""
+    before = torch.get_num_threads()
+    os.environ[FOLDER] = str(folder.recording.resolve())
+    os.environ[UNTIL] = "" if until is None else str(until)
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        del os.environ[FOLDER], os.environ[UNTIL]
 
 
 def scratch_folder(folder: RunFolder, config: Config) -> RunFolder:
@@ -120,45 +168,3 @@ def require_place(until: Place | None, recordings: list[Recording]) -> None:
     made = sum(r.kind in (Kind.STEPPED, Kind.CHECKED) for r in recordings[until.rank].records())
     if until.step > made:
         raise TrainingError(f"--until {until}: rank {until.rank} made {made} steps")
-
-
-@contextmanager
-def compared(trainer: Trainer, tell: Tell) -> Iterator[None]:
-    """Around the training of a rank: in a replay, say how far it was the same, and what it ended with."""
-    player = trainer.run.tape
-    if not isinstance(player, Player):
-        yield
-        return
-    ending = ""
-    try:
-        yield
-    except ReplayStopped:
-        tell({"kind": "stopped", **_save(trainer, player)})
-        return
-    except RecordingEnds as end:
-        ending = str(end)
-    except CommError as error:
-        if not player.exhausted:
-            raise
-        ending = f"the recording of rank {player.rank} ends at step {player.steps}, as the run did: {error}"
-    tell({"kind": "replayed", "rank": player.rank, "steps": player.steps, "checked": player.checked, "ending": ending})
-
-
-def _save(trainer: Trainer, player: Player) -> dict[str, Any]:
-    """The state at which a replay was to stop, in a folder to look at."""
-    path = trainer.folder.path / f"rank-{player.rank}-step-{player.steps}"
-    loss = float(trainer.latest) if trainer.latest is not None else float("nan")
-    state = {
-        "model": trainer.model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
-        "run": trainer.run.state_dict(),
-        "loss": loss,
-    }
-    checkpoint.write(path, state)
-    return {
-        "rank": player.rank,
-        "step": player.steps,
-        "digest": f"{player.digest:016x}",
-        "loss": loss,
-        "path": str(path),
-    }
