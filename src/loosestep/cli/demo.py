@@ -39,11 +39,11 @@ def demo(
     network: Annotated[bool, typer.Option(help="Emulate the link (Linux, root), or not.")] = True,
     strategies: Annotated[str, typer.Option(help="What to compare, separated by commas.")] = STRATEGIES,
     utterances: Annotated[int, typer.Option(min=8, help="How much speech to synthesise and learn from.")] = 500,
-    epochs: Annotated[float, typer.Option(min=0.1, help="How often to go through it.")] = 20.0,
+    epochs: Annotated[float, typer.Option(min=0.1, help="How often to go through it.")] = 18.0,
     browser: Annotated[bool, typer.Option(help="Open the report where there is a browser, or not.")] = True,
     runs: Annotated[Path, typer.Option(help="Where the runs and the report are put.")] = Path("runs"),
 ) -> None:
-    """A first look: speech recognition on two emulated nodes, three strategies side by side, within five minutes.
+    """A first look: speech recognition on two emulated nodes, three strategies side by side, in some minutes.
 
     Needs no data: the speech is synthesised here. The same as loosestep compare acoustic --set preset=tiny --seeds 1
     --nodes 2 --ranks-per-node 2 --bandwidth 100mbit.
