@@ -24,7 +24,7 @@ def main() -> None:
     require_root()
     where = machine()
     print(where, flush=True)
-    peers = lineup(chosen, QUICK if chosen.quick else (), forked_only=True)
+    peers = lineup(chosen, QUICK if chosen.quick else ())
     rounds = chosen.rounds or (1 if chosen.quick else 2)
     found: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in peers}
     with Cluster(2, 2) as cluster:
@@ -40,9 +40,10 @@ def main() -> None:
     text += (
         f"\nMedian (least-most) of {rounds} round(s). Bytes: what all nodes sent over their cables, per gradient of any rank. CPU: "
         "milliseconds per gradient above no communication. Memory: what a rank's processes share with nobody, above no communication. "
-        "Preparing: seconds from the plain model to the first step, connections included."
+        "Preparing: seconds from the plain model to the first step, imports and connections included. Heat's processes are started by mpirun, not "
+        "forked from one that has torch loaded, so its memory contains torch."
     )
-    finish("footprint", text, chosen, where)
+    finish("footprint", text, chosen, where=where, measured=peers)
 
 
 def figures_of(outcome: Outcome) -> dict[str, float]:

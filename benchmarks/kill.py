@@ -59,7 +59,7 @@ def main() -> None:
         f"\nThe worst of {rounds} run(s). Gap: the longest time without a step of a survivor after the kill, in the {after:g} s that were watched. "
         f"Our collective strategies were given a deadline of {DEADLINE:g} s (60 by default), after which they end and name the rank."
     )
-    finish("kill", text, chosen, where)
+    finish("kill", text, chosen, where=where, measured=peers)
 
 
 def fate(outcome: Outcome) -> tuple[float, float, str]:
@@ -68,7 +68,7 @@ def fate(outcome: Outcome) -> tuple[float, float, str]:
     alive, gaps, shares = 0, [], []
     for rank, report in outcome.reports.items():
         moments, end = report["moments"], report["end"]
-        if rank == VICTIM or rank in outcome.failures or not moments or moments[-1] < end - 2.0:
+        if rank == VICTIM or rank in outcome.failures or not moments or moments[-1] < end - 4.0:
             continue
         alive += 1
         gaps.append(figures.longest_gap(moments, killed, end))

@@ -51,7 +51,7 @@ def main() -> None:
         f"\nGradients per second of all ranks, median (least-most) of {rounds} round(s), and the share of no communication with as many "
         "ranks in the same round. One node has no link to wait for."
     )
-    finish("scaling", text, chosen, where)
+    finish("scaling", text, chosen, where=where, measured=peers)
 
 
 def rows_of(peers: list[Peer], sizes: tuple[int, ...], speeds: dict[tuple[int, str], list[float]]) -> str:

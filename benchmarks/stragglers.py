@@ -61,7 +61,7 @@ def main() -> None:
         "in the same round and case. Jitter: every step takes 1 + e times as long, e exponential with mean 0.5. The last column: with "
         "one rank 10 times slower, whether the others wait for it, and their freedom (0 %: they run at its pace, 100 %: at their own)."
     )
-    finish("stragglers", text, chosen, where)
+    finish("stragglers", text, chosen, where=where, measured=peers)
 
 
 def rows_of(cases: list[Case], peers: list[Peer], paces: dict[tuple[str, str], list[list[float]]]) -> str:

@@ -45,7 +45,7 @@ PARTS: dict[str, list[Case]] = {
     "nodes": [replace(BASE, label="4 nodes of 2 ranks", nodes=4)],
     "real": [replace(BASE, label=f"{size} MB", megabytes=size, seconds=0.0, batch=256) for size in (4, 16)],
 }
-ROUNDS = {"main": 5, "bandwidth": 2, "size": 2, "nodes": 3, "real": 3}
+ROUNDS = {"main": 4, "bandwidth": 2, "size": 2, "nodes": 2, "real": 2}
 TITLES = {
     "main": "Throughput: two nodes of two ranks, 500 Mbit/s, 4 MB, 100 ms of emulated compute",
     "bandwidth": "Throughput by bandwidth: two nodes of two ranks, 4 MB, 100 ms of emulated compute",
@@ -70,7 +70,9 @@ def measure(part: str, options: Any) -> None:
     """One section."""
     where = machine()
     print(f"\n{TITLES[part]}\n{where}", flush=True)
-    peers = lineup(options, QUICK if options.quick else (), forked_only=True)
+    peers = lineup(options, QUICK if options.quick else ())
+    if part != "main":  # those that take long to start are measured once
+        peers = [peer for peer in peers if not peer.full_only]
     rounds, window = options.rounds or (1 if options.quick else ROUNDS[part]), 0.6 if options.quick else 1.2
     cases = PARTS[part]
     plan = [(number, case, peer) for number in range(rounds) for case in cases for peer in peers]
@@ -93,7 +95,7 @@ def measure(part: str, options: Any) -> None:
         f"\nMedian (least-most) of {rounds} round(s), seed = round; ratios within a round. Gradients per second of all ranks, timed for "
         f"{window:g} s or two periods of the peer's schedule after a warm-up. In backticks: loosestep's strategies."
     )
-    finish(name, text, options, where)
+    finish(name, text, options, where=where, measured=peers)
 
 
 QUICK = ("torch DDP", "PostLocalSGD, period 4", "daso:period=4", "delay-by-one", "adpsgd:topology=ring")

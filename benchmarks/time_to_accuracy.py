@@ -56,10 +56,10 @@ class Plan:
 
 PLANS = {
     "digits": Plan(lasts=10.0, every=0.25, seconds=0.03),
-    "cifar10": Plan(lasts=20.0, every=0.5, seconds=0.04),
+    "cifar10": Plan(lasts=15.0, every=0.5, seconds=0.04),
     "an4": Plan(lasts=24.0, every=1.0, seconds=0.05, higher=False),
 }
-LEFT_OUT = ("accelerate", "complete", "adpsgd:topology=pairs", "hivemind", "hierarchical")
+LEFT_OUT = ("accelerate", "complete", "allreduce", "adpsgd:topology=pairs", "hivemind", "hierarchical")
 QUICK = ("torch DDP", "daso:period=4,delay=1")
 Curves = dict[tuple[str, str], list[list[float]]]
 """By bandwidth and peer: a list of qualities a seed, one every `Plan.every` seconds."""
@@ -83,7 +83,7 @@ def measure(name: str, options: Any) -> None:
     """One section."""
     plan, where = PLANS[name], machine()
     print(f"\n{TITLES[name]}\n{where}", flush=True)
-    peers = [p for p in lineup(options, QUICK if options.quick else (), forked_only=True) if p.name != FREE]
+    peers = [p for p in lineup(options, QUICK if options.quick else ()) if p.name != FREE]
     if not options.peers:
         peers = [peer for peer in peers if not any(word in peer.name for word in LEFT_OUT)]
     bandwidths = options.bandwidth or (BANDWIDTHS[1:] if options.quick else BANDWIDTHS)
@@ -121,7 +121,7 @@ def measure(name: str, options: Any) -> None:
         f"(least-most) of {seeds} seed(s). Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate "
         f"{tasks.RATES[name]:g}, batch {tasks.OPTIONS[name]['batch']} a rank."
     )
-    finish(section, text, options, where)
+    finish(section, text, options, where=where, measured=peers)
 
 
 def rows_of(plan: Plan, target: float, bandwidths: tuple[str, ...], peers: list[Peer], curves: Curves) -> str:

@@ -36,7 +36,7 @@ def run(order: dict[str, Any], tell: Tell) -> None:
     moments: list[float] = []
     try:
         store = _store(number)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+        _init_process_group(store, rank, world, node_only=find(block["peer"]).launcher == "mpirun")
         pace = Pace(slower=block["slow"].get(str(rank), 1.0), jitter=block["jitter"], seed=1000 * block["seed"] + rank)
         work = make_work(block["work"], pace=pace, seed=block["seed"], rank=rank, world=world)
         model = work.make_model()
@@ -63,6 +63,14 @@ def _store(number: int) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=120))
     return dist.PrefixStore(f"block/{number}", shared)
+
+
+def _init_process_group(store: dist.Store, rank: int, world: int, *, node_only: bool) -> None:
+    """torch's default group: all ranks, or those of this node where MPI connects the nodes."""
+    if node_only:
+        store = dist.PrefixStore(f"node/{os.environ['GROUP_RANK']}", store)
+        rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
 
 
 def _meet(store: dist.Store, rank: int, world: int) -> float:

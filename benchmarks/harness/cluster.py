@@ -23,7 +23,7 @@ from typing import Any
 from harness import figures
 from harness.rank import MARK
 from loosestep.lab import Lab
-from loosestep.launch import Rank
+from loosestep.launch import Job, Rank
 from peers import find
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -133,6 +133,7 @@ class Cluster:
         self.networked = network
         self._said: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._number = 0
+        self._mpi: Job | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="loosestep-bench-")
         self._rates: list[str | None] = [None] * nodes
         self.lab = Lab(nodes, ranks_per_node, network=network)
@@ -148,6 +149,7 @@ class Cluster:
         paths = [str(BENCHMARKS), str(PROJECT / "src"), os.environ.get("PYTHONPATH", "")]
         env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "LOOSESTEP_PRELOAD": preload}
         command = [sys.executable, "-c", _FIND_PIPE, self._folder.name]
+        self._env = env
         self._job = self.lab.start(command, env=env, output=self._hear)
         waiting = set(range(len(self.nodes)))
         until = time.monotonic() + patience
@@ -183,7 +185,7 @@ class Cluster:
         exited: set[int] = set()
         start: float | None = None
         kill_moment: float | None = None
-        self._tell_all({"do": "begin", "number": number, "block": block.order(self._folder.name)})
+        self._begin({"do": "begin", "number": number, "block": block.order(self._folder.name)})
         until = time.monotonic() + block.deadline + 60
         while len(reports.keys() | failures.keys() | exited) < world and time.monotonic() < until:
             wake = until if kill is None or start is None or kill_moment is not None else start + kill[1]
@@ -219,6 +221,8 @@ class Cluster:
 
     def close(self) -> None:
         """End the ranks, remove the network and the files."""
+        if self._mpi is not None:
+            self._mpi.stop(grace=0)
         self.lab.close()
         self._folder.cleanup()
 
@@ -230,8 +234,21 @@ class Cluster:
     ) -> None:
         self.close()
 
+    def _begin(self, order: dict[str, Any]) -> None:
+        if find(order["block"]["peer"]).launcher == "fork":
+            self._tell_all(order)
+            return
+        from harness import mpi
+
+        meeting = {name: self._job.ranks[0].place.env[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+        self._mpi = mpi.start(self.lab, order, {**self._env, **meeting, "GLOO_SOCKET_IFNAME": "eth0"}, self._hear)
+
     def _end(self, number: int, exited: set[int]) -> None:
         """Every block's processes are gone before the next begins."""
+        if self._mpi is not None:
+            self._mpi.stop()
+            self._mpi = None
+            return
         self._tell_all({"do": "end"})
         until = time.monotonic() + 10
         while len(exited) < len(self.nodes):
@@ -251,7 +268,8 @@ class Cluster:
 
     def _hear(self, rank: Rank, line: str) -> None:
         if line.startswith(MARK):
-            self._said.put((rank.number, json.loads(line.removeprefix(MARK))))
+            said = json.loads(line.removeprefix(MARK))
+            self._said.put((said.get("rank", rank.number), said))  # under mpirun one process speaks for all
 
     def _pipe(self, rank: int) -> Path:
         return Path(self._folder.name) / f"orders-{rank}"

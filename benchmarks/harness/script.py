@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common import machine, publish
-from peers import NOT_MEASURED, Peer, choose
+from peers import FREE, NOT_MEASURED, Peer, choose
 
 PLOTS = Path(__file__).resolve().parents[1] / "plots"
 RAW = Path(__file__).resolve().parents[2] / "runs" / "bench"
@@ -48,11 +48,16 @@ def lineup(options: argparse.Namespace, names: Sequence[str] = (), *, forked_onl
     return usable
 
 
-def absent(options: argparse.Namespace) -> str:
-    """A line about the peers that are not in the table."""
-    reasons = {peer.name: reason for peer in choose(full=True) if (reason := peer.missing()) is not None}
-    left = {**reasons, **NOT_MEASURED}
-    return "Not in the table: " + "; ".join(f"{name} ({reason})" for name, reason in left.items()) + "."
+def absent(measured: Sequence[Peer]) -> str:
+    """A line about the peers that are not in the table, each with its reason."""
+    reasons = dict(NOT_MEASURED)
+    for peer in choose(full=True):
+        if peer not in measured and not peer.ours and peer.name != FREE:
+            under_mpi = (
+                "runs under mpirun, with a network of its own" if peer.launcher == "mpirun" else "left out for time"
+            )
+            reasons[peer.name] = peer.missing() or under_mpi
+    return "Not in the table: " + "; ".join(f"{name} ({reason})" for name, reason in reasons.items()) + "."
 
 
 def versions() -> str:
@@ -90,9 +95,9 @@ def partial(options: argparse.Namespace) -> bool:
     return bool(options.quick or options.dry or options.peers or getattr(options, "bandwidth", None))
 
 
-def finish(name: str, text: str, options: argparse.Namespace, where: str) -> None:
+def finish(name: str, text: str, options: argparse.Namespace, *, where: str, measured: Sequence[Peer]) -> None:
     """Limits, machine and versions below the text; printed, and written unless it was quick or a part only."""
-    whole = f'<a id="{name}"></a>\n\n{text.strip()}\n\n{absent(options)}\n\n{LIMITS}\n\n{where}; {versions()}.'
+    whole = f'<a id="{name}"></a>\n\n{text.strip()}\n\n{absent(measured)}\n\n{LIMITS}\n\n{where}; {versions()}.'
     publish(name, whole, quick=partial(options))
 
 

@@ -66,6 +66,7 @@ LINEUP: list[Peer] = [
     Peer("decent-dp, complete", "decent_peer", {"topology": "complete"}, needs="decent-dp"),
     Peer("accelerate LocalSGD, period 8", "accelerate_peer", {"period": 8}, period=8, needs="accelerate"),
     Peer("hivemind, period 8", "hivemind_peer", {"period": 8}, period=8, needs="hivemind", full_only=True),
+    Peer("Heat DASO, 4 and 1", "heat_peer", period=4, needs="heat", full_only=True, launcher="mpirun"),
     _ours("allreduce"),
     _ours("localsgd:period=4", 4),
     _ours("daso:period=4,delay=1", 4),
@@ -76,7 +77,6 @@ LINEUP: list[Peer] = [
     _ours("adpsgd:topology=pairs"),
 ]  # fmt: skip
 NOT_MEASURED = {
-    "Heat 1.8.0 DASO": "CUDA only; with four run-time shims it runs on CPUs, under mpirun, which this harness does not start",
     "lightning post-local": "its strategy hands the same PostLocalSGD hook and averager of torch to its own loop; see the torch rows",
 }
 _extra: dict[str, Peer] = {}

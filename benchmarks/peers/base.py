@@ -57,11 +57,16 @@ def take_node_name() -> None:
 
     For peers that find their own address by the host name, as every machine of a real cluster lets them.
     """
-    name = f"node{os.environ['GROUP_RANK']}".encode()
+    name = f"node{os.environ['GROUP_RANK']}"
     try:
-        socket.gethostbyname(name.decode())
+        socket.gethostbyname(name)
     except OSError:
         return  # no emulated network: the machine's own name is right
+    name_this_node(name)
+
+
+def name_this_node(name: str) -> None:
+    """A host name for this process and what it starts; nothing changes where that is not allowed."""
     libc = ctypes.CDLL(None)
     if libc.unshare(CLONE_NEWUTS) == 0:
-        libc.sethostname(name, len(name))
+        libc.sethostname(name.encode(), len(name))
