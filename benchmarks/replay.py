@@ -34,7 +34,7 @@ from loosestep.trace.recorder import Recorder, digest_of
 from loosestep.trace.recording import Kind, Recording
 
 RANKS, SLOW, KILLED, KILL_AT, STEPS = 8, 3, 5, 15, 40
-STRATEGY = "adpsgd:topology=random-ring"
+STRATEGY = "adpsgd:topology=random-ring,rate=2,cpu_share=1.0"
 PAUSE, SLOWER = 0.01, 10
 SIZES = {"0.3 MB": (64, 256), "4 MB": (256, 768)}  # (inputs and outputs, width) of three layers
 
