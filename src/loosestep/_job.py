@@ -230,15 +230,15 @@ class Job:
         command = [sys.executable, "-I", "-S", _EXEC, str(os.getpid()), place.namespace, place.hosts]
         command += place.command
         env = {"PYTHONUNBUFFERED": "1", **os.environ, **place.env}
-        try:
-            process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=write, stderr=write, start_new_session=True
-            )
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, read)
+            try:
+                process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=write, stderr=write, start_new_session=True
+                )
+            finally:
+                os.close(write)
+            undo.pop_all()
         process.returncode = 0  # we reap it ourselves, with its CPU time
         rank.pid = process.pid
         return read

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from weakref import WeakSet
 
@@ -58,15 +59,14 @@ def attach(
         raise ValueError(f"deadline must be positive seconds, got {deadline}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     world = open_world(topology, deadline=deadline)
-    try:
+    with ExitStack() as undo:
+        undo.callback(world.close)
         folder = None if record is False else Path(DEFAULT_FOLDER if record is True else record)
         replay = current_replay()
         chosen, replica, inside, hosts = _prepare(
             world, model, optimizers, strategy, hooks=hooks, record=folder, replay=replay
         )
-    except BaseException:
-        world.close()
-        raise
+        undo.pop_all()
     world.start_pulse()
     try:
         tape = _tape(world, chosen, replica, record=folder, replay=replay)

@@ -24,6 +24,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,7 +109,8 @@ class Mailbox:
         transport = Transport(
             host, port_range(), largest=HEADER_BYTES + largest, queue=2 * window + 16, curve=curve
         )  # fmt: skip
-        try:
+        with ExitStack() as undo:
+            undo.callback(transport.close)
             directory = _Directory(store, f"loosestep/mailbox/{run_id}/{generation}", secret, deadline)
             card = {"address": transport.address, "layout": layout.hex(), "session": session, "encrypt": encrypt}
             directory.publish(rank, card)
@@ -117,9 +119,7 @@ class Mailbox:
                 require_key(theirs["address"][0], secret)
                 wire.meet(peer, theirs["session"])
                 transport.connect(peer, (theirs["address"][0], theirs["address"][1]))
-        except BaseException:
-            transport.close()
-            raise
+            undo.pop_all()
         beat = max(0.25, 0.03 * len(peers))
         self._courier = Courier(
             rank, self._shadow, wire=wire, transport=transport, peers=peers, window=window, emit=emit, lose=lose,

@@ -74,11 +74,10 @@ class Transport:
             self._pull.curve_server = True
             self._pull.curve_secretkey = curve.secret
         self._pull.ipv6 = ":" in host
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self.address = (host, self._bind(host, ports))
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         self._own_monitor = self._pull.get_monitor_socket(_OWN_EVENTS)
         self._poller.register(self._pull, zmq.POLLIN)
         self._poller.register(self._own_monitor, zmq.POLLIN)

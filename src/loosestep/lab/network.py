@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +50,8 @@ class Network:
         self._pairs = dict(pairs)
         self._handles: list[int] = []
         self.wire: Wire | None = None
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self._switch = self._open_namespace()
             self._nodes = [self._open_namespace() for _ in range(nodes)]
             mtu = _packet_size(rate) if wired else 1500
@@ -63,9 +64,7 @@ class Network:
             _inside(self._switch, self._build_switch, mtu)
             for number, node in enumerate(self._nodes):
                 _inside(node, self._build_node, number, mtu)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def close(self) -> None:
         """Let go of everything; the kernel removes what nobody holds."""
