@@ -272,6 +272,9 @@ def test_a_peer_that_sends_nan_is_quarantined_and_the_others_stay_finite(bad):
         assert c.exchange(0, 1) == "exchanged"
         assert np.isfinite(c.flat(0)).all()
         assert np.isfinite(c.flat(1)).all()
+        wait_until(lambda: c.boxes[2].dead() == {0, 1})
+        with pytest.raises(ConnectionError, match=r"rank 2 sent NaN or Inf and was evicted by ranks \[0, 1\]"):
+            c.boxes[2].finish(c.params[2], 10)
 
 
 def test_nothing_is_left_after_close():

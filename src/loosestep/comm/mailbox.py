@@ -251,9 +251,15 @@ class Mailbox:
         self._do(courier.finish)
         self._wait(courier.ended, timeout, "the end of the run")
         if courier.evicted_by and not courier.members.present():
+            sound = np.isfinite(self._shadow.flat()).all()
+            why, advice = (
+                ("was silent too long", "raise deadline= if it may pause for so long")
+                if sound
+                else ("sent NaN or Inf", "lower its learning rate or clip its gradients")
+            )
             raise ConnectionError(
-                f"rank {self.rank} was silent too long and evicted by ranks {sorted(courier.evicted_by)}: its model is not "
-                "part of their result. Raise deadline= if it may pause for so long"
+                f"rank {self.rank} {why} and was evicted by ranks {sorted(courier.evicted_by)}: its model is not part of their "
+                f"result; {advice}"
             )
         assert courier.ending.result is not None
         self._shadow.note(pack(Record.ASSIGN))

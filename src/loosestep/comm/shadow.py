@@ -172,7 +172,8 @@ class Shadow:
     def _into(self, part: _Chunk, out: Array) -> None:
         span = slice(part.start, part.stop)
         if part.dirty:
-            np.add(self._base[span], self._delta[span], out=out)
+            with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged: its peers refuse it
+                np.add(self._base[span], self._delta[span], out=out)
         else:
             np.copyto(out, self._base[span])
 
@@ -198,7 +199,8 @@ class Shadow:
     def _add(self, part: _Chunk, amount: Array) -> None:
         target = self._delta[part.start : part.stop]
         if part.dirty:
-            target += amount
+            with np.errstate(over="ignore", invalid="ignore"):
+                target += amount
         else:
             target[:] = amount  # the first write since the boundary: no need to zero before
             part.dirty = True
