@@ -14,6 +14,7 @@ Real compute: 8 Linear(1024, 1024), 33.6 MB, batch 64, four processes on this ma
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -150,7 +151,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
 
 def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) -> str:
     """The tables and what is needed to judge them."""
-    parts = ["## Throughput: two nodes of two ranks, a link of 500 Mbit/s\n"]
+    parts = [f"## Throughput: two nodes of two ranks, a link of 500 Mbit/s, {len(os.sched_getaffinity(0))} cores\n"]
     titles = {
         "emulated": "Emulated compute, 100 ms a step (sleeps inside the layers), a model of 4.2 MB",
         "real": "Real compute on this machine's cores, 8 Linear(1024, 1024), 33.6 MB, batch 64",
@@ -204,7 +205,12 @@ def main() -> None:
         bandwidth=BANDWIDTH,
         show=lambda s: f"round {s['round']}  {s['compute']:9} {s['variant']:28} {s['speed']:7.1f} gradients/s",
     )
-    publish("throughput", section(said, settings, where), quick=chosen.quick or chosen.only is not None)
+    cores = len(os.sched_getaffinity(0))
+    publish(
+        "throughput" if cores == 2 else f"throughput-{cores}-cores",
+        section(said, settings, where),
+        quick=chosen.quick or chosen.only is not None,
+    )
 
 
 if __name__ == "__main__":

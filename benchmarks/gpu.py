@@ -1,9 +1,9 @@
 """What loosestep costs on a GPU: staging, folds, ranks that share the device, synchronisation, memory.
 
-    python benchmarks/gpu.py [--quick] [--out FOLDER] [--only alone|shared]
+    python benchmarks/gpu.py [--quick] [--out FOLDER] [--only alone|compiled|shared]
 
 *Alone*: one process that exchanges with itself: every snapshot, copy to the host, average there, copy back and fold is
-made, nothing travels. Blocks of every variant in turn. *Shared*: four ranks on one GPU, over gloo and the loopback,
+made, nothing travels. Blocks of every variant in turn. *Compiled*: the same with the model through torch.compile. *Shared*: four ranks on one GPU, over gloo and the loopback,
 against the same four ranks without communication. Writes the section of GPU.md.
 """
 
@@ -32,6 +32,7 @@ from loosestep.recipes.vision.resnet import resnet
 RESULTS = Path(__file__).with_name("GPU.md")
 FREE = "no communication"
 ALONE = (FREE, "daso:period=4,delay=1", "daso:period=4,delay=3", "adpsgd:topology=random-ring")
+COMPILED = (FREE, "localsgd:period=1000000", "daso:period=4,delay=3")
 SHARED: dict[str, tuple[str, list[list[int]]]] = {
     FREE: ("", []),
     "DASO, 4 nodes of 1 rank": ("daso:period=8,delay=6", [[0], [1], [2], [3]]),
@@ -196,6 +197,22 @@ def overhead(settings: dict[str, Any]) -> list[dict[str, Any]]:
     return said
 
 
+def compiled(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Blocks of every variant in turn with a compiled ResNet-50: attached without an exchange, and with DASO."""
+    said = []
+    (model, x, y), optimizer, size = build("ResNet-50", settings["alone"]["ResNet-50"], settings["small"])
+    problem: Problem = torch.compile(model), x, y
+    for round_ in range(-1, settings["rounds"]):
+        for variant in COMPILED:
+            seconds, extra = block(problem, optimizer, variant, settings)
+            print(f"  compiled       {variant:28} {1e3 * seconds:8.2f} ms a step {extra}", flush=True)
+            if round_ >= 0:  # the first round compiles
+                said.append(
+                    {"part": "compiled", "bytes": size, "round": round_, "variant": variant, "seconds": seconds}
+                )
+    return said
+
+
 # Shared ----------------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +267,8 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
     parts = ["## One GPU\n"]
     if any(s["part"] == "alone" for s in said):
         parts += alone_text(said, settings) + overhead_text(said)
+    if any(s["part"] == "compiled" for s in said):
+        parts += compiled_text(said, settings)
     if any(s["part"] == "shared" for s in said):
         parts += shared_text(said, settings)
     return "\n".join([*parts, f"{where}."])
@@ -317,6 +336,25 @@ def overhead_text(said: list[dict[str, Any]]) -> list[str]:
     return ["**What attaching costs a step** of a model of 4,810 parameters, with `observe`:\n", table(["", "microseconds a step", "added"], rows), ""]  # fmt: skip
 
 
+def compiled_text(said: list[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
+    """Step times of the compiled model."""
+    seconds = {v: [s["seconds"] for s in said if s["part"] == "compiled" and s["variant"] == v] for v in COMPILED}
+    rows = [
+        [
+            named(variant),
+            Spread(tuple(1e3 * s for s in seconds[variant])).text(),
+            "" if variant == FREE else Spread(tuple(100 * (r - 1) for r in ratios(seconds[variant], seconds[FREE]).values)).text("+.2f"),
+        ]
+        for variant in COMPILED
+    ]  # fmt: skip
+    return [
+        "**torch.compile**: ResNet-50 compiled, batch "
+        f"{settings['alone']['ResNet-50']}, otherwise as above; the first variant attached never exchanges.\n",
+        table(["", "ms a step", "added, %"], rows),
+        "",
+    ]
+
+
 def shared_text(said: list[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
     """Throughput of four ranks."""
     rows = []
@@ -344,7 +382,7 @@ def main() -> None:
     """Parse, run, publish."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps and rounds, nothing written to GPU.md")
-    parser.add_argument("--only", choices=["alone", "shared"])
+    parser.add_argument("--only", choices=["alone", "compiled", "shared"])
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--model", choices=list(MODELS), help="one of the models only")
     parser.add_argument(
@@ -368,9 +406,11 @@ def main() -> None:
     where = machine()
     print(where, flush=True)
     said: list[dict[str, Any]] = []
-    if chosen.only != "shared":
+    if chosen.only in (None, "alone"):
         said += alone(settings)
-    if chosen.only != "alone":
+    if chosen.only in (None, "compiled"):
+        said += compiled(settings)
+    if chosen.only in (None, "shared"):
         said += run_ranks(
             __file__, settings, nodes=4, ranks_per_node=1,
             show=lambda s: f"{s['model']:14} {s['variant']:28} {s['speed']:7.2f} gradients/s {s['extra']}",
