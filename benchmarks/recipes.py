@@ -149,6 +149,9 @@ class Bench:
             "seconds": final["seconds"],
             "gradients": final["gradients"],
             "waiting": statistics.mean(line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends),
+            "exchanges_a_gradient": sum(line["exchanges"] for line in ends) / final["gradients"],
+            "folds_a_gradient": sum(line["folds"] for line in ends) / final["gradients"],
+            "staleness": statistics.mean(line["staleness_mean"] for line in ends),
         }
 
 
@@ -164,7 +167,7 @@ def where(device: str) -> str:
     if device.startswith("cuda"):
         import torch
 
-        text = text.replace("(gloo, CPU)", f"(gloo), one {torch.cuda.get_device_name(0)}")
+        text = text.replace(f"(gloo, {torch.cuda.get_device_name()})", f"(gloo), one {torch.cuda.get_device_name()}")
     return text.partition(", load before")[0] + text[text.index("; Python") :]
 
 
