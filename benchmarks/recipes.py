@@ -1,10 +1,12 @@
 """Final quality by strategy at the same number of gradients, learners sharing one device, each at a learning rate of its own.
 
-    python benchmarks/recipes.py --recipe acoustic --data AN4 --device cuda --jobs 4                       ACOUSTIC.md
-    python benchmarks/recipes.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 2        VISION.md
-    python benchmarks/recipes.py --recipe vision --learners 8 --output benchmarks/DIGITS.md                the digits
+    python benchmarks/recipes.py --recipe acoustic --data AN4 --device cuda --jobs 4                               ACOUSTIC.md
+    python benchmarks/recipes.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 15 --virtual     VISION.md
+    python benchmarks/recipes.py --recipe vision --learners 8 --output benchmarks/DIGITS.md                        the digits
 
-Every run is what `loosestep train` does with the same settings. Each strategy's learning rate is the best of `--rates` on
+Every run is what `loosestep train` does with the same settings; with `--virtual`, what `loosestep simulate` does: the
+mathematics of real learners in one process a run, so that many runs fit on one machine and nothing depends on how busy it
+is. Each strategy's learning rate is the best of `--rates` on
 the first seed. Every result is a line of JSON: with `--earlier FILES` the runs in them are not made again, so the table can
 be collected in several calls (`--seconds` ends one), and `--seconds 0` only writes it.
 """
@@ -15,6 +17,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,9 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import Spread, machine, table
-from loosestep import launch
-from loosestep.training.config import Config
+from loosestep import Cluster, launch
+from loosestep.recipes import find_recipe
+from loosestep.training.config import Config, read_config
 from loosestep.training.folder import RunFolder
+from loosestep.training.rank import own_device
+from loosestep.training.simulated import simulate_run
 
 SYNCHRONOUS = "synchronous"
 STRATEGIES = {
@@ -38,6 +44,7 @@ STRATEGIES = {
     "DASO": "daso",
 }
 FIRST_SEED = 0
+VIRTUAL = {"bandwidth": "10gbit", "latency": "50us", "compute": "100ms", "jitter": 0.1}
 
 
 class Judged(NamedTuple):
@@ -77,6 +84,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], help="options of the recipe, as in --set batch=8")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files with result lines of earlier calls")
     parser.add_argument("--lines", type=Path, help="append result lines to this file, not only to the terminal")
+    parser.add_argument("--virtual", action="store_true", help="virtual learners: one process a run")
+    parser.add_argument("--simulate", type=Path, help=argparse.SUPPRESS)  # the run folder of one such run
     parser.add_argument("--note", default="", help="a sentence for the table's head")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -131,10 +140,14 @@ class Bench:
         folder.path.mkdir(parents=True)
         config.write(folder.config_file)
         begin = time.monotonic()
-        command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
-        with launch.start(command, nodes=nodes, ranks_per_node=per_node) as job:
-            job.wait()
-            tail = job.ranks[0].output[-3:]
+        if chosen.virtual:
+            command = [sys.executable, __file__, "--simulate", str(folder.path)]
+            tail = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()[-3:]
+        else:
+            command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
+            with launch.start(command, nodes=nodes, ranks_per_node=per_node) as job:
+                job.wait()
+                tail = job.ranks[0].output[-3:]
         wall = time.monotonic() - begin
         return {**trial._asdict(), "wall": wall, **self._judge(folder, tail), "where": where(chosen.device)}
 
@@ -153,6 +166,15 @@ class Bench:
             "folds_a_gradient": sum(line["folds"] for line in ends) / final["gradients"],
             "staleness": statistics.mean(line["staleness_mean"] for line in ends),
         }
+
+
+def simulate(folder: RunFolder) -> None:
+    """One run on virtual learners, in this process."""
+    config = read_config(folder.config_file)
+    task = find_recipe(config.recipe).build(
+        config.options, data=config.data_folder, seed=config.seed, device=own_device(config.device, 0)
+    )
+    simulate_run(folder, config, task, Cluster(**VIRTUAL, seed=config.seed), tell=lambda line: None)
 
 
 def read_results(files: Iterable[Path]) -> list[Result]:
@@ -244,23 +266,38 @@ def table_of_search(results: Sequence[Result], names: Sequence[str], judged: Jud
     return table([f"{judged.label} at learning rate", *(f"{rate:g}" for rate in rates)], rows)
 
 
+VIRTUALLY = (
+    "Gradients are computed and exchanged for real, time is that of a virtual cluster ({bandwidth} between nodes, {compute} a step "
+    "with a jitter of {jitter:.0%}): gradients per second and waiting are virtual too."
+).format(**VIRTUAL)
+
+
 def page(chosen: argparse.Namespace, seeds: str, search: str, machines: Sequence[str]) -> str:
     """The whole file."""
     data = "the data it brings along" if chosen.data is None else chosen.data.name
     return (
         f"# {chosen.recipe.capitalize()}: final quality by strategy\n\n"
-        f"Written by `benchmarks/recipes.py`: {data}, {chosen.learners} learners sharing one {chosen.device} device, "
+        f"Written by `benchmarks/recipes.py`: {data}, {chosen.learners} {'virtual ' * chosen.virtual}learners sharing one "
+        f"{chosen.device} device, "
         f"{chosen.epochs:g} epochs, options {' '.join(chosen.set) or 'none'}; the same number of gradients for every strategy. "
         f"{chosen.note}\n\n{seeds}\n\n"
         "Mean (least-most) of the runs, each with a seed of its own. Every strategy at the best of the learning rates that were tried "
         "for it on the first seed (below), whose run is among those counted; where only one was tried, it was chosen beforehand. "
-        "Several runs shared the machine, so gradients per second compare only roughly.\n\n"
+        + (
+            VIRTUALLY
+            if chosen.virtual
+            else "Several runs shared the machine, so gradients per second compare only roughly."
+        )
+        + "\n\n"
         f"{search}\n\n{'; '.join(machines)}.\n"
     )
 
 
 def main() -> None:
     chosen = parse()
+    if chosen.simulate is not None:
+        simulate(RunFolder(chosen.simulate))
+        return
     if chosen.data is not None and not chosen.data.is_dir():
         sys.exit(f"no data at {chosen.data}: they are not part of the project")
     judged = JUDGED[chosen.recipe]
