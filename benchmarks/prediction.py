@@ -15,10 +15,12 @@ the latter; nothing is fitted to a strategy.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -257,18 +259,29 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
     parser.add_argument("--stretch", type=float, default=1.0, help="everything so many times slower, on a busy machine")
     parser.add_argument("--rounds", type=int, help="instead of three")
+    parser.add_argument("--rate", type=int, choices=MEGABITS, help="measure at this one, in Mbit/s, and only --save it")
+    parser.add_argument("--save", type=Path, help="write what was measured to this file")
+    parser.add_argument("--read", type=Path, nargs="*", default=[], help="files of --save, instead of measuring")
     chosen = parser.parse_args()
     if not chosen.stretch >= 1:
         parser.error(f"--stretch must be at least 1, got {chosen.stretch:g}")
     steps = {"steps": 8, "slow_steps": 4} if chosen.quick else {"steps": 12, "slow_steps": 8}
     settings = {"rounds": chosen.rounds or (1 if chosen.quick else 3), "stretch": chosen.stretch, **steps}
-    where, lines, machines = machine(), [], {}
-    for rate in MEGABITS:
+    where, measured = machine(), {}
+    for file in chosen.read:
+        saved = json.loads(file.read_text())
+        where, settings = saved["where"], saved["settings"]
+        measured |= saved["measured"]
+    for rate in [] if chosen.read else [chosen.rate] if chosen.rate else MEGABITS:
         bandwidth = f"{rate / chosen.stretch:g}mbit"
         print(bandwidth, flush=True)
-        said = run_ranks(__file__, settings, bandwidth=bandwidth, show=show)
-        lines += compare(said, bandwidth)
-        machines[bandwidth] = lab_machine(said, bandwidth)
+        measured[bandwidth] = run_ranks(__file__, settings, bandwidth=bandwidth, show=show)
+    if chosen.save is not None:
+        chosen.save.write_text(json.dumps({"where": where, "settings": settings, "measured": measured}))
+    if chosen.rate is not None:
+        return
+    lines = [line for bandwidth, said in measured.items() for line in compare(said, bandwidth)]
+    machines = {bandwidth: lab_machine(said, bandwidth) for bandwidth, said in measured.items()}
     publish("prediction", section(lines, machines, settings, where), quick=chosen.quick, path=SIMULATED)
 
 
