@@ -18,6 +18,7 @@ from typing import Any
 RESULTS = Path(__file__).with_name("RESULTS.md")
 SIMULATED = Path(__file__).with_name("SIMULATED.md")
 TITLE = "# {}\n\nEvery section is written by its script, on the machine and with the versions it names.\n"
+USUAL_CORES = 2
 MARK = "@benchmark "
 DONE = "@benchmark-done"
 
@@ -174,6 +175,12 @@ def write_section(name: str, text: str, *, path: Path = RESULTS) -> None:
         path.write_text(head + section + tail)
     else:
         path.write_text(f"{before.rstrip()}\n\n{section}\n")
+
+
+def here(name: str) -> str:
+    """A section of its own for a machine of another size than the one that most tables come from."""
+    cores = len(os.sched_getaffinity(0))
+    return name if cores == USUAL_CORES else f"{name}-{cores}-cores"
 
 
 def publish(name: str, text: str, *, quick: bool, path: Path = RESULTS) -> None:

@@ -9,6 +9,7 @@ of processes runs short blocks of every variant in turn, round after round; rati
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
-from common import Spread, is_rank, leave, machine, publish, ratios, run_ranks, say, settings_of_rank, table
+from common import Spread, here, is_rank, leave, machine, publish, ratios, run_ranks, say, settings_of_rank, table
 
 FREE, DDP = "no communication", "torch DDP"
 GOSSIP = ["adpsgd:topology=ring", "adpsgd:topology=random-ring", "adpsgd:topology=pairs"]
@@ -117,7 +118,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
                 )
     header = ["model, learners", "variant", "gradients/s", "of no communication", "exchanges per step"]
     return (
-        f"## Gossip: four learners, {COMPUTE * 1000:.0f} ms of emulated compute\n\n{table(header, rows)}\n\nMedian and range of "
+        f"## Gossip: four learners, {COMPUTE * 1000:.0f} ms of emulated compute, {len(os.sched_getaffinity(0))} cores\n\n{table(header, rows)}\n\nMedian and range of "
         f"{settings['rounds']} rounds of {settings['seconds']:g} s (4 MB: twice, 32 MB: six times as long) after a warm-up; ratios within a round. The exchange rate is what the "
         f"pace controller settled at (10 % of each process's share of the cores). One machine, loopback. {where}."
     )
@@ -126,8 +127,10 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
-    quick = parser.parse_args().quick
-    settings = {"rounds": 1 if quick else 3, "seconds": 1.0 if quick else 2.0}
+    parser.add_argument("--rounds", type=int, help="instead of three")
+    chosen = parser.parse_args()
+    quick = chosen.quick
+    settings = {"rounds": chosen.rounds or (1 if quick else 3), "seconds": 1.0 if quick else 2.0}
     where = machine()
     said = run_ranks(
         __file__,
@@ -138,7 +141,7 @@ def main() -> None:
             f"round {line['round']}  {line['megabytes']:>2} MB  slow {line['slow']:>2}x  {line['variant']:<28}{line['speed']:8.1f} gradients/s"
         ),
     )
-    publish("gossip", section(said, settings, where), quick=quick)
+    publish(here("gossip"), section(said, settings, where), quick=quick)
 
 
 if __name__ == "__main__":
