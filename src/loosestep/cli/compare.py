@@ -16,27 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from loosestep.cli import asked
 from loosestep.cli.launch import gentle_end
 from loosestep.cli.running import given_ranks, new_folder, one_line_errors, prepare, run_folder, settle, summary
 from loosestep.cli.screen import spell_quality
-from loosestep.cli.train import (
-    Bandwidth,
-    Batch,
-    ConfigFile,
-    Data,
-    Device,
-    Epochs,
-    EvaluateEvery,
-    Gradients,
-    Lr,
-    Nodes,
-    RanksPerNode,
-    RecipeName,
-    Runs,
-    Settings,
-    gather,
-    short,
-)
 from loosestep.recipes import Task
 from loosestep.trace.plots import groups
 from loosestep.trace.report import columns, common_target, write_report
@@ -51,7 +34,7 @@ SHORT = 4  # a trial of the learning-rate search has this fraction of the budget
 
 
 def compare(
-    recipe: RecipeName,
+    recipe: asked.RecipeName,
     strategies: Annotated[
         str, typer.Option(help="Separated by commas, with their fields: allreduce,daso:period=4,delay=2,adpsgd.")
     ] = "allreduce,daso,adpsgd:topology=random-ring,delay-by-one",
@@ -64,22 +47,22 @@ def compare(
     target: Annotated[
         float | None, typer.Option(help="The quality whose time is told (what all runs reached).")
     ] = None,
-    nodes: Nodes = None,
-    ranks_per_node: RanksPerNode = None,
-    data: Data = None,
-    gradients: Gradients = None,
-    epochs: Epochs = None,
-    batch: Batch = None,
-    lr: Lr = None,
-    device: Device = None,
-    bandwidth: Bandwidth = None,
-    settings: Settings = None,
-    config: ConfigFile = None,
-    evaluate_every: EvaluateEvery = None,
+    nodes: asked.Nodes = None,
+    ranks_per_node: asked.RanksPerNode = None,
+    data: asked.Data = None,
+    gradients: asked.Gradients = None,
+    epochs: asked.Epochs = None,
+    batch: asked.Batch = None,
+    lr: asked.Lr = None,
+    device: asked.Device = None,
+    bandwidth: asked.Bandwidth = None,
+    settings: asked.Settings = None,
+    config: asked.ConfigFile = None,
+    evaluate_every: asked.EvaluateEvery = None,
     name: Annotated[
         str | None, typer.Option(help="Of the folder; one that is there is continued (recipe-compare-time).")
     ] = None,
-    runs: Runs = Path("runs"),
+    runs: asked.Runs = Path("runs"),
 ) -> None:
     """Train RECIPE with every strategy and seed, at the same budget of gradients; print a table, write a report.
 
@@ -99,12 +82,12 @@ def compare(
             "gradients": gradients, "epochs": epochs, "lr": lr, "seed": seed, "device": device, "bandwidth": bandwidth,
             "evaluate_every": evaluate_every,
         }  # fmt: skip
-        base = gather(given, config, settings or [], batch)
+        base = asked.gather(given, config, settings or [], batch)
         chosen = [str(base.but(strategy=text).strategy) for text in split_strategies(strategies)]
         if len(set(chosen)) < max(1, len(chosen)) or not chosen:
             raise TrainingError(f"--strategies must name different strategies, got {strategies!r}")
         task = prepare(base, console)
-        path = runs / (name or f"{short(recipe)}-compare-{time.strftime('%m%d-%H%M%S')}")
+        path = runs / (name or f"{asked.short(recipe)}-compare-{time.strftime('%m%d-%H%M%S')}")
         comparison = Comparison(settle(base, task), task, path, console, single=seeds == 1)
         rates = {text: comparison.find_rate(text) for text in chosen} if lr_search else {}
         for number in range(seeds):

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from loosestep.cli import asked
 from loosestep.cli.launch import gentle_end
 from loosestep.cli.running import one_line_errors, prepare
 from loosestep.cli.screen import Screen
-from loosestep.cli.train import short
 from loosestep.trace.player import changed_circumstances
 from loosestep.trace.recording import RecordingError
 from loosestep.trace.replay import Place, parse_place
@@ -45,7 +45,7 @@ def replay(
         for change in changed_circumstances(recordings[0].header):
             console.print(f"[yellow]loosestep:[/] {escape(change)}: bits may differ", soft_wrap=True)
         prepare(config, console)
-        with Screen(console, f"replay of {short(config.recipe)}  {config.strategy}") as screen:
+        with Screen(console, f"replay of {asked.short(config.recipe)}  {config.strategy}") as screen:
             if in_process:
                 comparison = replay_in_process(folder, until=place, show=screen.show)
             else:

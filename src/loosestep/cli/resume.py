@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from loosestep.cli import asked
 from loosestep.cli.launch import gentle_end
 from loosestep.cli.running import as_given, conclude, given_ranks, one_line_errors, prepare, run_folder, train_as_given
-from loosestep.cli.train import Nodes, RanksPerNode, short
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import RunFolder
 from loosestep.training.outcome import Outcome
@@ -20,8 +20,8 @@ from loosestep.training.start import find_start, rearrange
 
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    nodes: Nodes = None,
-    ranks_per_node: RanksPerNode = None,
+    nodes: asked.Nodes = None,
+    ranks_per_node: asked.RanksPerNode = None,
     gradients: Annotated[
         int | None, typer.Option(help="Another budget, for instance to train a complete run longer.")
     ] = None,
@@ -63,7 +63,7 @@ def resume(
         where = find_start(folder, changed, 0, lambda text: None)
         at = "from the beginning, for there is no checkpoint" if where is None else f"at gradient {where.gradients}"
         console.print(f"[bold]{escape(str(run))}[/] goes on {at} of {changed.gradients}", soft_wrap=True)
-        conclude(folder, run_folder(folder, console, f"{short(changed.recipe)}  {changed.strategy}"), console)
+        conclude(folder, run_folder(folder, console, f"{asked.short(changed.recipe)}  {changed.strategy}"), console)
 
 
 def lengthened(folder: RunFolder, config: Config, gradients: int | None) -> Config:

@@ -10,28 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from loosestep.cli import asked
 from loosestep.cli.launch import gentle_end
 from loosestep.cli.running import conclude, new_folder, one_line_errors, prepare, settle
 from loosestep.cli.screen import Screen, spell_time
-from loosestep.cli.train import (
-    Batch,
-    ConfigFile,
-    Data,
-    Device,
-    Epochs,
-    EvaluateEvery,
-    Gradients,
-    Lr,
-    Nodes,
-    RanksPerNode,
-    RecipeName,
-    Runs,
-    Settings,
-    complete_strategy,
-    default_name,
-    gather,
-    short,
-)
 from loosestep.lab import grammar
 from loosestep.recipes import Task
 from loosestep.sim.cluster import Cluster
@@ -42,31 +24,24 @@ from loosestep.training.config import Config, TrainingError
 from loosestep.training.simulated import measure_step, simulate_run
 from loosestep.training.watch import Ending
 
-StrategyName = Annotated[
-    str | None,
-    typer.Option(
-        help="How learners exchange: allreduce, daso:period=8, adpsgd, ... (daso)", autocompletion=complete_strategy
-    ),
-]
-
 
 def simulate(
-    recipe: RecipeName,
-    strategy: StrategyName = None,
-    nodes: Nodes = None,
-    ranks_per_node: RanksPerNode = None,
-    data: Data = None,
-    gradients: Gradients = None,
-    epochs: Epochs = None,
-    batch: Batch = None,
-    lr: Lr = None,
+    recipe: asked.RecipeName,
+    strategy: asked.StrategyName = None,
+    nodes: asked.Nodes = None,
+    ranks_per_node: asked.RanksPerNode = None,
+    data: asked.Data = None,
+    gradients: asked.Gradients = None,
+    epochs: asked.Epochs = None,
+    batch: asked.Batch = None,
+    lr: asked.Lr = None,
     seed: Annotated[int | None, typer.Option(help="Of everything random, the order of events included. (0)")] = None,
-    device: Device = None,
-    settings: Settings = None,
-    config: ConfigFile = None,
-    evaluate_every: EvaluateEvery = None,
-    name: Annotated[str | None, typer.Option(help="Of the run's folder; without, recipe, strategy and time.")] = None,
-    runs: Runs = Path("runs"),
+    device: asked.Device = None,
+    settings: asked.Settings = None,
+    config: asked.ConfigFile = None,
+    evaluate_every: asked.EvaluateEvery = None,
+    name: asked.RunName = None,
+    runs: asked.Runs = Path("runs"),
     bandwidth: Annotated[str, typer.Option(help="Of a node's uplink, each way.")] = "10gbit",
     latency: Annotated[str, typer.Option(help="Between nodes.")] = "50us",
     node_bandwidth: Annotated[str, typer.Option(help="Inside a node.")] = "200gbit",
@@ -94,7 +69,7 @@ def simulate(
             "data": None if data is None else str(data), "gradients": gradients, "epochs": epochs, "lr": lr, "seed": seed,
             "device": device, "evaluate_every": evaluate_every,
         }  # fmt: skip
-        wanted = gather(given, config, settings or [], batch)
+        wanted = asked.gather(given, config, settings or [], batch)
         task = prepare(wanted, console)
         measured = compute is None
         if compute is None:
@@ -111,7 +86,7 @@ def simulate(
         if timing_only:
             show_prediction(predict_run(wanted, task, cluster), console)
         else:
-            train_virtually(wanted, task, cluster, runs / (name or default_name(wanted)), console)
+            train_virtually(wanted, task, cluster, runs / (name or asked.default_name(wanted)), console)
 
 
 def make_cluster(described: dict[str, Any], topology: Topology) -> Cluster:
@@ -145,7 +120,7 @@ def train_virtually(config: Config, task: Task[Any], cluster: Cluster, path: Pat
     simulated = ", ".join(f"{f.name} {v}" for f in dataclasses.fields(cluster) if (v := getattr(cluster, f.name)))
     config = config.but(environment={**config.environment, "simulated": simulated})
     folder = new_folder(path, config)
-    title = f"{short(config.recipe)}  {config.strategy}"
+    title = f"{asked.short(config.recipe)}  {config.strategy}"
     console.print(
         f"[bold]{config.recipe}[/] with {config.strategy} on {sum(config.counts())} virtual ranks: {config.gradients} "
         f"gradients, run folder {path}",
