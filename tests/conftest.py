@@ -1,11 +1,28 @@
 """Shared by all tests: helpers are importable by name; one thread computes, as on the ranks that results are compared with."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
+
+from loosestep._job import Job
 
 HERE = Path(__file__).parent
 for folder in (HERE, HERE / "cluster"):
     sys.path.insert(0, str(folder))
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def warm_ranks() -> Iterator[None]:
+    """The ranks that this module's tests launch are forked from a server that has imported torch; see warm.py."""
+    if sys.platform != "linux":
+        yield
+        return
+    import warm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "_spawn", warm.spawn)
+        yield

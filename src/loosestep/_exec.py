@@ -33,7 +33,8 @@ def add_hosts(lines: str) -> None:
         libc.umount2(b"/mnt", MNT_DETACH)
 
 
-def main(parent: int, namespace: str, hosts: str, command: list[str]) -> None:
+def enter(parent: int, namespace: str, hosts: str) -> None:
+    """Everything but the command."""
     libc = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux":
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -48,6 +49,10 @@ def main(parent: int, namespace: str, hosts: str, command: list[str]) -> None:
     # Python ignores the first two, a shell in the background the third: a rank must hear them all.
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(ignored, signal.SIG_DFL)
+
+
+def main(parent: int, namespace: str, hosts: str, command: list[str]) -> None:
+    enter(parent, namespace, hosts)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,30 +1,13 @@
 """Starts the ranks of a gossip test as real processes and ends every one of them."""
 
 import json
-import multiprocessing
 import os
-import sys
 from contextlib import contextmanager
-from multiprocessing import forkserver
 
 import mailbox_worker
 import numpy as np
+from forks import processes, start_server
 from torch.distributed import TCPStore
-
-# Forked from a server that has imported torch once: eight ranks start in a second instead of half a minute.
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["mailbox_worker"])
-
-
-def start_server():
-    """The server looks for the modules to load in its environment, not in our sys.path (before Python 3.13)."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
 
 
 class Gang:

@@ -1,4 +1,4 @@
-"""Real processes for tests: a pool of ranks that stays up between tests, because importing torch takes seconds.
+"""Real processes for tests: a pool of ranks that stays up between tests.
 
 results = ranks(4, work, topology=[[0, 1], [2, 3]])     # work(rank, **arguments) on every rank; results in rank order
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import multiprocessing
 import os
 import socket
 import sys
@@ -19,7 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 100.0  # of which importing torch and its DTensor on busy cores takes most
+from forks import processes, start_server
+
+PATIENCE = 100.0
 
 
 class Pool:
@@ -33,12 +34,12 @@ class Pool:
         self._store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        context = multiprocessing.get_context("spawn")
+        start_server()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            ours, theirs = processes.Pipe()
+            process = processes.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

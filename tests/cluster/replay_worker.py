@@ -1,12 +1,11 @@
 """A learner for replay tests, as a process of its own: trains, and writes a line with the digest of every step.
 
-Forked from a server that has imported torch once. `ranks(folder, ...)` records a run, or replays what is in the folder.
+Forked, see forks.py. `ranks(folder, ...)` records a run, or replays what is in the folder.
 """
 
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -16,15 +15,13 @@ import time
 from pathlib import Path
 
 import torch
+from forks import processes, start_server
 from torch import nn
 
 import loosestep
 from loosestep import launch
 from loosestep.comm.base import LostPeer
 from loosestep.trace.player import RecordingEnds
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["replay_worker"])
 
 
 class Net(nn.Module):
@@ -65,7 +62,9 @@ def train(rank, folder, options, replay, say):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(rank)
     record = False if replay else folder / "recording"
-    with loosestep.attach(model, optimizer, options["strategy"], deadline=30, record=record) as run:
+    with loosestep.attach(
+        model, optimizer, options["strategy"], deadline=options.get("deadline", 30), record=record
+    ) as run:
         for step in range(options["steps"]):
             x = torch.randn(8, 6)
             optimizer.zero_grad()
@@ -84,6 +83,7 @@ def train(rank, folder, options, replay, say):
 
 def ranks(folder: Path, *, replay: bool, nodes: int, ranks_per_node: int = 1, **options):
     """Run all ranks to their end; the lines of each, in rank order."""
+    start_server()
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
     store = launch.host_store(listener)

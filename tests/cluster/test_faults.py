@@ -10,6 +10,7 @@ import pytest
 
 from loosestep import launch
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 SCRIPT = str(Path(__file__).parent / "faulty.py")
 DEADLINE = 4.0
 

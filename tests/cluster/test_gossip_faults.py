@@ -15,6 +15,7 @@ import zmq
 from loosestep import launch
 from loosestep.comm.wire import HEADER_BYTES, Header, Kind, Wire
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 SCRIPT = str(Path(__file__).parent / "gossiper.py")
 log = logging.getLogger(__name__)
 

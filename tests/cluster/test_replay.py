@@ -2,18 +2,12 @@
 
 import pytest
 import replay_worker
-from mailbox_gang import start_server
 
 from loosestep.sim.driver import simulate
 from loosestep.trace.player import RecordingEnds
 from loosestep.trace.recording import Kind, Recording
 
 SLOW_AND_KILLED = {"slow": {1: 8}, "kill": {2: 25}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    start_server()
 
 
 def both(folder, **options):
@@ -69,7 +63,7 @@ def test_nodes_that_gossip_shard_by_shard_are_replayed_bit_for_bit(tmp_path, mon
 @pytest.mark.timeout(240)
 def test_a_node_that_dies_ends_its_replay_where_it_ended(tmp_path):
     options = {"strategy": "adpsgd:replica=node", "nodes": 2, "ranks_per_node": 2, "steps": 60, "look": False}
-    original, replayed = both(tmp_path, kill={3: 25}, **options)
+    original, replayed = both(tmp_path, kill={3: 25}, deadline=5, **options)
     assert_same(original[:2], replayed[:2])  # the other node goes on
     assert original[2][-1][0] == "lost"
     assert replayed[2][-1][0] in ("ends", "lost")
