@@ -1,5 +1,7 @@
 """Who is on which node."""
 
+import socket
+
 import pytest
 
 from loosestep import Topology
@@ -53,6 +55,12 @@ def test_two_torchrun_agents_on_one_machine_are_two_nodes():
     base = {"WORLD_SIZE": "4", "LOCAL_RANK": "0"}
     names = [detect_launch({**base, "RANK": str(r), "GROUP_RANK": str(r // 2)}).node for r in range(4)]
     assert Topology.from_names(names).nodes == ((0, 1), (2, 3))
+
+
+def test_a_pod_that_only_knows_its_rank_is_a_node_of_its_host_name(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "train-worker-1")
+    launch = detect_launch({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (launch.rank, launch.world, launch.local_rank, launch.node) == (1, 2, 0, "train-worker-1")
 
 
 def test_slurm_step_variables_are_read():
