@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from loosestep._job import Job, Rank
+from loosestep._job import Job, Place, Rank
 
 PR_SET_CHILD_SUBREAPER = 36
 _cold_spawn = Job._spawn
@@ -69,3 +69,8 @@ def spawn(job: Job, rank: Rank) -> int:
             prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
             os.close(write)
     return read
+
+
+def command(*arguments: object) -> Job:
+    """`loosestep ARGUMENTS` as a process of its own, `job.ranks[0]`; the ranks that it starts import torch themselves."""
+    return Job([Place("loosestep", [sys.executable, "-m", "loosestep.cli", *map(str, arguments)])])

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,11 +14,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import warm
 from loosestep.cli import app
 from loosestep.training.folder import RunFolder
 from recipes.acoustic.test_data import write_mfc, write_wav
 from recipes.vision.test_data import write_npz
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"
 
 
@@ -156,17 +157,13 @@ def test_a_full_disk_ends_the_run_with_one_line_and_it_can_be_resumed(small_disk
         "--set",
         "pause=0.03",
     ]
-    command = [sys.executable, "-m", "loosestep.cli", *train, "--evaluate-every", "10", "--name", "run"]
-    with subprocess.Popen(
-        [*command, "--runs", str(small_disk)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if re.search(r"[12]0/60 gradients", line))
+    with warm.command(*train, "--evaluate-every", "20", "--name", "run", "--runs", small_disk) as job:
+        job.ranks[0].expect("0/60 gradients")
         filler = small_disk / "filler"
         with contextlib.suppress(OSError):  # the run has taken some of it meanwhile
             filler.write_bytes(bytes(shutil.disk_usage(small_disk).free))
-        said = [line for line in process.stdout if "gradients/s" not in line]
-    assert process.returncode == 1
+        assert job.wait(timeout=60).returncodes == (1,)
+    _, *said = [line for line in job.ranks[0].output if "gradients/s" not in line]  # the first says what begins
     assert len(said) == 1, said
     assert re.search(rf"{small_disk}/run/\S+ .*could not be written: No space left on device", said[0])
     filler.unlink()

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from loosestep.cli import app
 from loosestep.lab import LabError
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 demo = importlib.import_module("loosestep.cli.demo")  # in the package this is the name of the command
 
 

@@ -15,6 +15,7 @@ from loosestep.cli import app
 from loosestep.trace.recorder import Recorder, digest_of
 from loosestep.trace.recording import BEHIND, Kind, Recording, _bodies, rank_file
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"
 
 
@@ -25,7 +26,7 @@ def loosestep(*arguments: object, code: int = 0) -> str:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Path:
     """A run of two processes under gossip, whose learning rate follows losses that were read when they came."""
     runs = tmp_path_factory.mktemp("runs")
     budget = ["--nodes", "2", "--gradients", "80", "--set", "batch=48", "--set", "pause=0.002"]

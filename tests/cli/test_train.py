@@ -12,11 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import warm
 from loosestep import checkpoint
 from loosestep.cli import app
 from loosestep.training.config import Config
 from loosestep.training.folder import RunFolder
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"
 COMMAND = [sys.executable, "-c", "from loosestep.cli import main; main()"]
 
@@ -78,12 +80,10 @@ def test_options_of_a_recipe_are_listed() -> None:
 def test_kill_nine_and_resume_is_bit_for_bit_the_uninterrupted_run() -> None:
     common = ["--strategy", "daso:period=3,delay=1", "--nodes", "2", "--gradients", "120", "--checkpoint-every", "10"]
     loosestep("train", TINY, *common, "--name", "whole")
-    killed = [*COMMAND, "train", TINY, *common, "--set", "pause=0.05", "--evaluate-every", "20", "--name", "killed"]
-    with subprocess.Popen(killed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        shown = next(line for line in process.stdout if re.search(r"(40|60)/120 gradients", line))
-        process.send_signal(signal.SIGKILL)
-    assert "accuracy" in shown
+    slowly = ["--set", "pause=0.05", "--evaluate-every", "40", "--name", "killed"]
+    with warm.command("train", TINY, *common, *slowly) as job:
+        job.ranks[0].expect("0/120 gradients  accuracy")  # 40, or 80
+        job.ranks[0].kill(signal.SIGKILL)
     folder = RunFolder(Path("runs/killed"))
     made = max(line["gradients"] for line in folder.metrics())
     output = loosestep("resume", "runs/killed")
