@@ -81,7 +81,7 @@ def test_row_1_and_5_a_killed_rank_even_rank_0_costs_its_own_edges_only(record_p
 
 @pytest.mark.timeout(240)
 def test_row_2_a_kill_in_the_middle_of_a_large_transfer_is_logged_against_the_dead_and_tears_nothing():
-    size = 4_000_000  # 32 MB in float64
+    size = 1_500_000  # 12 MB in float64
     with start(
         "adpsgd:topology=pairs,cpu_share=1.0", "--still", "--size", str(size), "--compute", "0.05", world=4
     ) as job:
@@ -134,7 +134,7 @@ def test_row_8_a_rank_stopped_for_two_seconds_is_not_evicted_and_delays_nobody()
 
 @pytest.mark.timeout(240)
 def test_a_learner_ten_times_slower_delays_nobody():
-    with start("adpsgd:topology=random-ring", "--compute", "0.02", "--slow", "3:10", "--seconds", "6", world=4) as job:
+    with start("adpsgd:topology=random-ring", "--compute", "0.02", "--slow", "3:10", "--seconds", "4", world=4) as job:
         job.wait(timeout=90)
         steps = [said(rank, "stopping")["steps"] for rank in job.ranks]
         assert min(steps[:3]) > 5 * steps[3]
@@ -144,10 +144,10 @@ def test_a_learner_ten_times_slower_delays_nobody():
 @pytest.mark.timeout(240)
 def test_passive_ranks_do_not_spin():
     """A learner that waits in its own compute uses no CPU to speak of, however much it is asked."""
-    with start("adpsgd", "--compute", "0.25", "--seconds", "6", world=4) as job:
+    with start("adpsgd", "--compute", "0.25", "--seconds", "4", world=4) as job:
         job.wait(timeout=90)
         for rank in job.ranks:
-            assert said(rank, "done")["stats"]["communication_cpu_seconds"] < 0.6
+            assert said(rank, "done")["stats"]["communication_cpu_seconds"] < 0.4
 
 
 def frame_of_a_stranger(card: dict, *, key: str | None, dtype: int = 2, numbers: int = 1000, **identity) -> bytes:
@@ -209,7 +209,7 @@ def test_row_13_a_link_that_drops_everything_for_three_seconds_resumes_without_e
         lab.drop(1, 0)
         time.sleep(3.0)
         lab.heal()
-        time.sleep(3.0)
+        time.sleep(1.0)
         end(job)
         assert all(said(rank, "stopping")["lost"] == [] for rank in job.ranks)
         assert gaps(job) < 1.0
@@ -225,9 +225,9 @@ def test_row_19_flipped_bytes_are_refused_and_the_model_stays_right():
         job = lab.start([sys.executable, SCRIPT, "adpsgd", "--compute", "0.02", "--size", "100000"])
         ready(job)
         lab.flip_bytes("0.5%")
-        time.sleep(4.0)
+        time.sleep(2.0)
         lab.flip_bytes("0%")
-        time.sleep(1.0)
+        time.sleep(0.5)
         reports = end(job)
         assert sum(sum(report["stats"]["rejected"].values()) for report in reports) > 0
         mean = reports[0]["sum"] / 100000
