@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -16,7 +15,6 @@ import torch
 from loosestep import launch
 from loosestep.comm.base import CommError
 from loosestep.comm.values import ReplayError
-from loosestep.launch import Rank
 from loosestep.sim.driver import simulate
 from loosestep.topology import Launch, Topology
 from loosestep.trace.recording import Kind, Recording, RecordingError
@@ -24,7 +22,7 @@ from loosestep.trace.replay import FOLDER, UNTIL, Place
 from loosestep.training.config import Config, TrainingError, read_config
 from loosestep.training.folder import RunFolder
 from loosestep.training.rank import train_rank
-from loosestep.training.watch import MARK, Print, Show, explain
+from loosestep.training.watch import Print, Show, explain, listener
 
 NEVER = 2**62
 LOOK, GRACE = 0.2, 2.0  # seconds between two looks whether the replay is over, and after a failure
@@ -84,13 +82,7 @@ def replay_run(
     scratch, comparison = scratch_folder(folder, config), Comparison(recordings)
     errors: dict[int, str] = {}
 
-    def hear(rank: Rank, line: str) -> None:
-        if not line.startswith(MARK):
-            print_line(rank, line)
-            return
-        message = json.loads(line.removeprefix(MARK))
-        if message["kind"] == "error":
-            errors[rank.number] = message["text"]
+    def take(message: dict[str, Any]) -> None:
         comparison.hear(message)
         show(message)
 
@@ -99,6 +91,7 @@ def replay_run(
     if until is not None:
         env[UNTIL] = str(until)
     command = [sys.executable, "-m", "loosestep.training.rank", str(scratch.path)]
+    hear = listener(take, print_line, errors)
     with launch.start(command, nodes=config.nodes, ranks_per_node=config.counts(), env=env, output=hear) as job:
         while not job.ended(LOOK) and comparison.stopped is None and not any(rank.returncode for rank in job.ranks):
             pass

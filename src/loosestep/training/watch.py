@@ -36,18 +36,12 @@ def watch(folder: RunFolder, *, show: Show, print_line: Print, timeout: float | 
     ending = Ending()
     errors: dict[int, str] = {}
 
-    def hear(rank: Rank, line: str) -> None:
-        if not line.startswith(MARK):
-            print_line(rank, line)
-            return
-        message = json.loads(line.removeprefix(MARK))
-        if message["kind"] == "error":
-            errors[rank.number] = message["text"]
+    def take(message: dict[str, Any]) -> None:
         ending.complete |= message["kind"] == "final"
         show(message)
 
     command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
-    with _start(config, command, hear) as job:
+    with _start(config, command, listener(take, print_line, errors)) as job:
         result = job.wait(timeout)
         first = result.first_failure
         if first is not None:
@@ -56,6 +50,21 @@ def watch(folder: RunFolder, *, show: Show, print_line: Print, timeout: float | 
     if ending.complete:
         folder.merge_traces()
     return ending
+
+
+def listener(take: Show, print_line: Print, errors: dict[int, str]) -> Output:
+    """For the output of ranks: their messages go to `take`, what they say of errors to `errors`, all else is printed."""
+
+    def hear(rank: Rank, line: str) -> None:
+        if not line.startswith(MARK):
+            print_line(rank, line)
+            return
+        message = json.loads(line.removeprefix(MARK))
+        if message["kind"] == "error":
+            errors[rank.number] = message["text"]
+        take(message)
+
+    return hear
 
 
 @contextmanager
