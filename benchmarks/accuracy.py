@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import loosestep
-from common import Spread, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
+from common import Spread, is_rank, leave, machine, options, publish, run_ranks, say, settings_of_rank, table
 from loosestep.recipes.vision.recipe import VisionRecipe, VisionTask
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "cifar10"
@@ -88,9 +89,10 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
     """The tables and what is needed to judge them."""
     parts = ["## Accuracy at the same number of gradients: two nodes of two ranks\n"]
     for name, steps in settings["steps"].items():
+        labels = {strategy: strategy.format(ramp=steps // 10, steps=steps) for strategy in STRATEGIES[name]}
         parts += [
             f"**{TITLES[name]}; {4 * steps} gradients of batch {OPTIONS[name]['batch']}.**\n",
-            rows_of(said, name, steps),
+            rows_of([s for s in said if s["task"] == name], labels),
             "",
         ]
     parts.append(
@@ -101,40 +103,45 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
     return "\n".join(parts)
 
 
-def rows_of(said: list[dict[str, Any]], name: str, steps: int) -> str:
-    """One task's table."""
+def rows_of(said: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> str:
+    """One task's table, a row for each strategy of `labels`; the difference to synchronous training seed by seed."""
 
     def values(strategy: str, field: str) -> list[float]:
-        return [s[field] for s in said if (s["task"], s["strategy"]) == (name, strategy)]
+        return [line[field] for line in said if line["strategy"] == strategy]
 
     rows = []
-    for strategy in STRATEGIES[name]:
-        accuracy = values(strategy, "accuracy")
-        apart = [100 * (a - b) for a, b in zip(accuracy, values(SYNCHRONOUS, "accuracy"), strict=True)]
-        percent = Spread(tuple(100 * value for value in accuracy)).text(".1f", centre="mean")
+    for strategy, label in labels.items():
+        accuracy = Spread(tuple(100 * value for value in values(strategy, "accuracy")))
+        apart = [a - 100 * b for a, b in zip(accuracy.values, values(SYNCHRONOUS, "accuracy"), strict=True)]
+        difference = f"{sum(apart) / len(apart):+.1f} ({min(apart):+.1f} to {max(apart):+.1f})"
         losses = Spread(tuple(values(strategy, "loss"))).text(".3f", centre="mean")
-        difference = (
-            ""
-            if strategy == SYNCHRONOUS
-            else f"{sum(apart) / len(apart):+.1f} ({min(apart):+.1f} to {max(apart):+.1f})"
-        )
-        rows.append([f"`{strategy.format(ramp=steps // 10, steps=steps)}`", percent, difference, losses])
+        percent = accuracy.text(".1f", centre="mean")
+        rows.append([f"`{label}`", percent, "" if strategy == SYNCHRONOUS else difference, losses])
     return table(["", "test accuracy %", "against synchronous", "test loss"], rows)
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark of both tasks."""
+    parser = options(doc, quick="few steps, one seed")
+    parser.add_argument("--data", type=Path, default=DATA, help="CIFAR-10 as train.npz and test.npz")
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--only", choices=list(OPTIONS), help="one task")
+    return parser
+
+
+def wanted(steps: Mapping[str, int], chosen: argparse.Namespace) -> dict[str, int]:
+    """The steps of the tasks that are asked for and have data."""
+    left = {name: count for name, count in steps.items() if chosen.only in (None, name)}
+    if "cifar10" in left and not (chosen.data / "train.npz").exists():
+        print(f"no CIFAR-10 in {chosen.data}: left out")
+        del left["cifar10"]
+    return left
 
 
 def main() -> None:
     """Parse, run, publish."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few steps, one seed, nothing written")
-    parser.add_argument("--data", type=Path, default=DATA, help="CIFAR-10 as train.npz and test.npz")
-    parser.add_argument("--seeds", type=int)
-    parser.add_argument("--only", choices=list(OPTIONS), help="one task; nothing written")
-    chosen = parser.parse_args()
-    steps = {"digits": 16, "cifar10": 8} if chosen.quick else {"digits": 240, "cifar10": 720}
-    if not (chosen.data / "train.npz").exists():
-        print(f"no CIFAR-10 in {chosen.data}: left out")
-        del steps["cifar10"]
-    steps = {name: count for name, count in steps.items() if chosen.only in (None, name)}
+    chosen = arguments(__doc__).parse_args()
+    steps = wanted({"digits": 16, "cifar10": 8} if chosen.quick else {"digits": 240, "cifar10": 720}, chosen)
     settings = {"seeds": chosen.seeds or (1 if chosen.quick else 3), "steps": steps, "data": str(chosen.data)}
     where = machine()
     print(where, flush=True)

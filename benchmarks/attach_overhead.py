@@ -8,7 +8,6 @@ arithmetic or traffic. The bar is 1 % of a step of 10 ms: 100 microseconds.
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
-from common import Spread, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
+from common import Spread, is_rank, leave, machine, options, publish, run_ranks, say, settings_of_rank, table
 from loosestep.trace.events import Trace
 
 PLAIN, DDP = "plain loop", "torch DDP"
@@ -108,9 +107,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
 
 def main() -> None:
     """Parse, run, publish."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps, nothing written")
-    quick = parser.parse_args().quick
+    quick = options(__doc__, quick="fewer steps").parse_args().quick
     settings = {"rounds": 2 if quick else 5, "steps": 200 if quick else 1000}
     where = machine()
     print(where, flush=True)

@@ -5,6 +5,7 @@ A benchmark is one script: started by hand it starts itself once per rank and co
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -63,6 +64,16 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths))
     return "\n".join([line(headers), f"|{rule}|", *map(line, rows)])
+
+
+# Options ---------------------------------------------------------------------------------------------------------------
+
+
+def options(doc: str | None, *, quick: str) -> argparse.ArgumentParser:
+    """With `--quick`, which every benchmark has; `quick` says what it leaves out."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=f"{quick}, nothing written")
+    return parser
 
 
 # The machine -----------------------------------------------------------------------------------------------------------

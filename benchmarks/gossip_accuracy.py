@@ -8,14 +8,13 @@ network, first parameters, order of the batches, learning rate (cosine to zero),
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from accuracy import SYNCHRONOUS, train
-from common import Spread, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
+from accuracy import SYNCHRONOUS, rows_of, train
+from common import is_rank, leave, machine, options, publish, run_ranks, say, settings_of_rank
 from loosestep.recipes.vision.recipe import VisionRecipe
 
 LEARNERS = 8
@@ -43,27 +42,9 @@ def work() -> None:
 
 def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) -> str:
     """The table and what is needed to judge it."""
-
-    def values(strategy: str, field: str) -> list[float]:
-        return [line[field] for line in said if line["strategy"] == strategy]
-
-    rows = []
-    for strategy in STRATEGIES:
-        accuracy = Spread(tuple(100 * value for value in values(strategy, "accuracy")))
-        apart = [v - 100 * b for v, b in zip(accuracy.values, values(SYNCHRONOUS, "accuracy"), strict=True)]
-        difference = f"{sum(apart) / len(apart):+.1f} ({min(apart):+.1f} to {max(apart):+.1f})"
-        losses = Spread(tuple(values(strategy, "loss"))).text(".3f", centre="mean")
-        rows.append(
-            [
-                f"`{strategy}`",
-                accuracy.text(".1f", centre="mean"),
-                "" if strategy == SYNCHRONOUS else difference,
-                losses,
-            ]
-        )
     return (
         "## Accuracy of gossip: digits, eight learners\n\n"
-        f"{table(['', 'test accuracy %', 'against synchronous', 'test loss'], rows)}\n\n"
+        f"{rows_of(said, {strategy: strategy for strategy in STRATEGIES})}\n\n"
         f"scikit-learn digits, 8x8, ResNet-20 of half width with GroupNorm; {LEARNERS * settings['steps']} gradients of batch "
         f"{OPTIONS['batch']}; mean and range (least-most) over {settings['seeds']} seeds, the difference seed by seed. "
         f"Gossip depends on timing: the ranks shared the machine's cores.\n\n{where}."
@@ -72,9 +53,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
 
 def main() -> None:
     """Parse, run, publish."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few steps, one seed, nothing written")
-    chosen = parser.parse_args()
+    chosen = options(__doc__, quick="few steps, one seed").parse_args()
     settings = {"seeds": 1, "steps": 10} if chosen.quick else {"seeds": 3, "steps": 150}
     where = machine()
     print(where, flush=True)

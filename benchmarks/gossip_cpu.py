@@ -8,7 +8,6 @@ that is attached and does nothing. Eight processes share this machine's cores.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import loosestep
-from common import Spread, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
+from common import Spread, is_rank, leave, machine, options, publish, run_ranks, say, settings_of_rank, table
 
 LEARNERS, MEGABYTES, STEP = 8, 1, 0.1  # seconds a step lasts, as far as the cores allow
 GOSSIP = ("adpsgd:topology=ring,cpu_share=1.0", "adpsgd:topology=random-ring,cpu_share=1.0")
@@ -95,9 +94,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
-    quick = parser.parse_args().quick
+    quick = options(__doc__, quick="one short round").parse_args().quick
     settings = {"rounds": 1 if quick else 3, "seconds": 3.0 if quick else 6.0}
     where = machine()
     said = run_ranks(

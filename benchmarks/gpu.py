@@ -9,7 +9,6 @@ against the same four ranks without communication. Writes the section of GPU.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import loosestep
-from common import Spread, is_rank, machine, ratios, run_ranks, say, settings_of_rank, table, write_section
+from common import Spread, is_rank, machine, options, ratios, run_ranks, say, settings_of_rank, table, write_section
 from loosestep import Topology
 from loosestep.recipes.vision.resnet import resnet
 
@@ -380,8 +379,7 @@ def shared_text(said: list[dict[str, Any]], settings: dict[str, Any]) -> list[st
 
 def main() -> None:
     """Parse, run, publish."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps and rounds, nothing written to GPU.md")
+    parser = options(__doc__, quick="fewer steps and rounds")
     parser.add_argument("--only", choices=["alone", "compiled", "shared"])
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--model", choices=list(MODELS), help="one of the models only")

@@ -8,11 +8,10 @@ it describes the papers' kind of machines (GPUs, RDMA), not this library's prese
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping, Sequence
 
-from common import SIMULATED, machine, publish, table
+from common import SIMULATED, machine, options, publish, table
 from loosestep import ADPSGD, DASO, DelayByOne, Topology
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.machine import Machine
@@ -169,9 +168,7 @@ def chart(title: str, axis: str, ticks: Sequence[int], lines: Mapping[str, Seque
 
 def main() -> None:
     """Predict and publish."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps and ranks, nothing written")
-    quick = parser.parse_args().quick
+    quick = options(__doc__, quick="fewer steps and ranks").parse_args().quick
     parts = [daso(40 if quick else 400), adpsgd(40 if quick else 200), scale(*((256, 100) if quick else (4096, 1000)))]
     publish("published-shapes", "\n\n".join([*parts, machine() + "."]), quick=quick, path=SIMULATED)
 

@@ -10,7 +10,6 @@ comes, and what is there already is not computed again.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,8 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import loosestep
-from accuracy import DATA, OPTIONS, SYNCHRONOUS, TITLES
-from common import Spread, machine, publish, table
+from accuracy import OPTIONS, SYNCHRONOUS, TITLES, arguments, rows_of, wanted
+from common import machine, publish
 from loosestep.recipes.vision.recipe import VisionRecipe, VisionTask
 
 LEARNERS = 8
@@ -79,43 +78,12 @@ def results(tasks: dict[str, int], seeds: int, data: Path, keep: Path | None) ->
                 yield found
 
 
-def rows_of(said: list[Result], name: str) -> str:
-    """One task's table."""
-
-    def values(strategy: str, field: str) -> list[float]:
-        return [line[field] for line in said if (line["task"], line["strategy"]) == (name, strategy)]
-
-    rows = []
-    for strategy in STRATEGIES:
-        accuracy = Spread(tuple(100 * value for value in values(strategy, "accuracy")))
-        apart = [a - 100 * b for a, b in zip(accuracy.values, values(SYNCHRONOUS, "accuracy"), strict=True)]
-        difference = f"{sum(apart) / len(apart):+.1f} ({min(apart):+.1f} to {max(apart):+.1f})"
-        losses = Spread(tuple(values(strategy, "loss"))).text(".3f", centre="mean")
-        rows.append(
-            [
-                f"`{strategy}`",
-                accuracy.text(".1f", centre="mean"),
-                difference if strategy != SYNCHRONOUS else "",
-                losses,
-            ]
-        )
-    return table(["", "test accuracy %", "against synchronous", "test loss"], rows)
-
-
 def main() -> None:
     """Parse, run, publish."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few steps, one seed, nothing written")
-    parser.add_argument("--data", type=Path, default=DATA, help="CIFAR-10 as train.npz and test.npz")
+    parser = arguments(__doc__)
     parser.add_argument("--keep", type=Path, help="results as JSON lines, to go on with later")
-    parser.add_argument("--seeds", type=int)
-    parser.add_argument("--only", choices=list(OPTIONS), help="one task")
     chosen = parser.parse_args()
-    tasks = {"digits": 8, "cifar10": 4} if chosen.quick else {"digits": 200, "cifar10": 360}
-    if not (chosen.data / "train.npz").exists():
-        print(f"no CIFAR-10 in {chosen.data}: left out")
-        del tasks["cifar10"]
-    tasks = {name: steps for name, steps in tasks.items() if chosen.only in (None, name)}
+    tasks = wanted({"digits": 8, "cifar10": 4} if chosen.quick else {"digits": 200, "cifar10": 360}, chosen)
     seeds = chosen.seeds or (1 if chosen.quick else 3)
     torch.set_num_threads(1)
     where = machine()
@@ -123,7 +91,8 @@ def main() -> None:
     parts = ["## Accuracy at the same number of gradients: eight virtual learners\n"]
     for name, steps in tasks.items():
         batch = OPTIONS[name]["batch"]
-        parts += [f"**{TITLES[name]}; {LEARNERS * steps} gradients of batch {batch}.**\n", rows_of(said, name), ""]
+        rows = rows_of([line for line in said if line["task"] == name], {strategy: strategy for strategy in STRATEGIES})
+        parts += [f"**{TITLES[name]}; {LEARNERS * steps} gradients of batch {batch}.**\n", rows, ""]
     parts.append(
         f"Mean and range (least-most) over {seeds} seeds; the difference is taken seed by seed. Four nodes of two learners on a virtual "
         "cluster (10 Gbit/s, 100 ms a step with 10 % jitter); SGD with momentum, the same learning rate for all, cosine to zero. "
