@@ -11,10 +11,12 @@ from pathlib import Path
 from weakref import WeakSet
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from loosestep.comm.collective import Collective
+from loosestep.comm.near import GRADIENTS, LANES, Reach, find_gpu, read_ways
 from loosestep.comm.world import World, open_world, simulated
 from loosestep.engine import Engine
 from loosestep.exchanges import CollectiveEngine
@@ -23,7 +25,7 @@ from loosestep.inside import Inside, averages_gradients, check_fit, check_gossip
 from loosestep.learner import Learner
 from loosestep.replica import Replica
 from loosestep.run import Run
-from loosestep.strategies import ADPSGD, Strategy
+from loosestep.strategies import ADPSGD, DelayByOne, Strategy
 from loosestep.strategies import strategy as read_strategy
 from loosestep.topology import Topology
 from loosestep.trace.player import Player, require_same
@@ -54,6 +56,7 @@ def attach(
     its node is connected to the other nodes as it is. `deadline`: seconds without a heartbeat after which a rank is lost.
     `hooks=False`: call `run.step()` after `optimizer.step()` yourself, where hooks cannot run. `record`: True or a folder
     ("recording"): every rank writes down what it folded, so that `LOOSESTEP_REPLAY=folder` repeats the run bit for bit.
+    On GPUs: docs/compositions.md says what travels over NCCL, and how `LOOSESTEP_GRADIENTS` and `LOOSESTEP_LANES` change it.
     """
     if deadline <= 0:
         raise ValueError(f"deadline must be positive seconds, got {deadline}")
@@ -117,7 +120,9 @@ def _prepare(
                 f"parameter {bad} contains NaN or Inf on rank {world.rank}; load a sane checkpoint before attaching"
             )
         _check_recording(world, chosen, replica, record=record, replay=replay)
-        report |= {"strategy": str(chosen), "digest": replica.digest(), "inside": inside}
+        gpu, ways = find_gpu(replica.staging.device), read_ways()
+        _check_ways(ways, chosen, replica, gpu)
+        report |= {"strategy": str(chosen), "digest": replica.digest(), "inside": inside, "gpu": gpu, "ways": ways}
         world.store.set(f"layout/{world.rank}", json.dumps(replica.layout()))
     except (ValueError, TypeError, RuntimeError) as error:
         problem = error
@@ -141,10 +146,47 @@ def _prepare(
                 f"the model of rank {rank} is {_HOW[str(other['inside'])]}, that of rank 0 {_HOW[str(reports[0]['inside'])]}; "
                 "wrap or shard it the same way on every node"
             )
+        if other["ways"] != reports[0]["ways"]:
+            raise ValueError(
+                f"rank {rank} was started with {other['ways']}, rank 0 with {reports[0]['ways']}; set these variables on all ranks or on none"
+            )
         first = world.topology.lane(world.topology.local_index(rank))[0] if inside == "shards" else 0
         if other["digest"] != reports[first]["digest"]:
             raise ValueError(_difference(world, rank, first))
+    world.reach = _find_reach(world, chosen, replica, inside, reports)
     return chosen, replica, inside, [str(other["host"]) for other in reports]
+
+
+def _check_ways(ways: dict[str, str], strategy: Strategy, replica: Replica, gpu: str | None) -> None:
+    """Whether lanes can be what the environment asks for, as far as one rank can see."""
+    if ways[LANES] != "nccl":
+        return
+    if strategy.gossip or (isinstance(strategy, DelayByOne) and strategy.older_gradient):
+        raise ValueError(f"{LANES}=nccl: the exchanges of {strategy} are made by the host; unset {LANES}")
+    if gpu is None:
+        raise ValueError(
+            f"{LANES}=nccl needs parameters on a CUDA device and a torch that was built with NCCL; the parameters are on "
+            f"{replica.staging.device}, and NCCL is {'there' if dist.is_nccl_available() else 'not there'}. Move the model before attaching, or "
+            f"unset {LANES}"
+        )
+
+
+def _find_reach(
+    world: World, strategy: Strategy, replica: Replica, inside: Inside, reports: list[dict[str, object]]
+) -> Reach:
+    """What stays on the devices: the same conclusion on every rank, drawn from the same reports."""
+    gpus = tuple(None if other["gpu"] is None else str(other["gpu"]) for other in reports)
+    ways = read_ways()
+    reach = Reach(
+        replica.staging.device,
+        gpus,
+        gradients=inside == "plain" and ways[GRADIENTS] == "auto",
+        lanes=ways[LANES] == "nccl",
+    )
+    units = world.topology.flat() if strategy.learner == "rank" else world.topology
+    nodes = () if inside == "shards" else units.nodes
+    reach.check_lanes([*nodes, *(units.lane(index) for index in range(units.lanes))])
+    return reach
 
 
 def _check_recording(

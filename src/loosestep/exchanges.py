@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from loosestep.comm.base import Comm, Invitation, Kind, Landed, Offer, Pending, Scope, Vector
-from loosestep.comm.channel import ordered_sum
+from loosestep.comm.base import Comm, Invitation, Kind, Landed, Offer, Parcel, Pending, Scope, Vector
 from loosestep.comm.world import World
-from loosestep.gradients import GradientAverager
+from loosestep.gradients import GradientAverager, Plain
 from loosestep.inside import averages_gradients
 from loosestep.learner import Learner
 from loosestep.shards import is_dtensor, load_localised, local, localise, reshard, sharding_modules
@@ -26,21 +25,6 @@ class Flight:
     pending: Pending[Landed]
 
 
-@dataclass
-class Plain:
-    """A flat vector that is averaged as it is."""
-
-    flat: torch.Tensor
-
-    def pack(self, into: torch.Tensor) -> None:
-        """As it is."""
-        into.copy_(self.flat)
-
-    def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
-        """In its place."""
-        self.flat.copy_(ordered_sum(parts).div_(divisor))
-
-
 class CollectiveEngine:
     """Drives AllReduce, LocalSGD, DASO and DelayByOne over a `Comm`; is their `Exchanges` and the comm's `Member`."""
 
@@ -48,6 +32,7 @@ class CollectiveEngine:
         self._learner, self._world, self._comm = learner, world, comm
         self._strategy, self._replica, self.trace = learner.strategy, learner.replica, learner.trace
         self._flight: Flight | None = None
+        self._stay = world.reach is not None and world.reach.lanes  # snapshots are exchanged where the parameters are
         self.averager: GradientAverager | None = None
         comm.member = self
         align(learner, comm)
@@ -134,7 +119,8 @@ class CollectiveEngine:
         if self._flight is None:
             return {"flight": None}
         landed = self._flight.pending.wait()
-        flight = {"step": self._flight.step, **vars(landed), "vector": [t.clone() for t in landed.vector]}
+        self._replica.staging.receive()
+        flight = {"step": self._flight.step, **vars(landed), "vector": [t.to("cpu", copy=True) for t in landed.vector]}
         flight["buffers"] = landed.buffers.clone()
         return {"flight": copy.copy(flight)}
 
@@ -230,13 +216,13 @@ class CollectiveEngine:
             self._equalise()
             self._mean()
 
-    def blank_buckets(self) -> Iterable[torch.Tensor]:
+    def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of what this node's ranks average every step."""
         if self.averager is None:
             return []
         if self._strategy.scope(self.state) == "rank":  # parameters, averaged inside the node now and then
-            return [torch.zeros_like(flat) for flat in self._replica.snapshot(keep=False)]
-        return self.averager.blank_buckets()
+            return [Plain(torch.zeros_like(flat)) for flat in self._replica.snapshot(keep=False)]
+        return self.averager.blank_parcels()
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
@@ -245,7 +231,8 @@ class CollectiveEngine:
     ) -> Offer:
         self.state["exchanges"] += 1
         lane = None if lane is None or self._replica.sharded else lane % self._comm.topology.lanes
-        return Offer(**vars(self._replica.stage(self._learner.losses.take())), form=form, lane=lane, wire=wire)
+        snapshot = self._replica.stage(self._learner.losses.take(), stay=self._stay)
+        return Offer(**vars(snapshot), form=form, lane=lane, wire=wire)
 
     def _land(self, landed: Landed, *, staleness: int) -> None:
         replicas = len(self._comm.topology.nodes)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from loosestep.comm.base import Invitation, Kind, Offer, Vector
+from loosestep.comm.base import Invitation, Kind, Offer, Parcel, Vector
 from loosestep.comm.collective import Collective
 from loosestep.comm.courier import Pending
 from loosestep.comm.mailbox import Mailbox
@@ -429,9 +429,9 @@ class NodeGossipEngine(GossipEngine):
         else:
             self._swap_in()()
 
-    def blank_buckets(self) -> Iterable[torch.Tensor]:
+    def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of the gradient buckets."""
-        return self.averager.blank_buckets() if self.averager is not None else []
+        return self.averager.blank_parcels() if self.averager is not None else []
 
     def global_steps(self) -> int:
         """A step of a node is a gradient of each of its ranks."""

@@ -7,25 +7,47 @@ parameter, so that a parameter unused on every rank keeps `grad=None`.
 
 On an accelerator a bucket is packed there by the compute stream, travels through pinned memory on side streams and is
 unpacked there again. A host that averages has to wait for the last bucket at the end of backward: that wait is the one
-that averaging over the host costs.
+that averaging over the host costs. Where the ranks of a node have a GPU each it stays there instead: it is summed on a
+side stream, for which the compute stream waits, and the host only learns who used what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from loosestep.comm.base import Comm, Pending, Scope
+from loosestep.comm.base import Comm, Parcel, Pending, Scope
 from loosestep.comm.channel import ordered_sum
 from loosestep.shards import local
 from loosestep.staging import Staging, nothing
 
 LEAST, MOST = 1 << 18, 25 << 20  # bytes in a bucket
+
+
+@dataclass
+class Plain:
+    """A flat vector of the host that is averaged as it is."""
+
+    flat: torch.Tensor
+    flags: None = None
+
+    def pack(self, into: torch.Tensor) -> None:
+        """As it is."""
+        into.copy_(self.flat)
+
+    def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
+        """In its place."""
+        self.flat.copy_(ordered_sum(parts).div_(divisor))
+
+    def aside(self) -> AbstractContextManager[torch.Tensor]:
+        """It is nowhere else."""
+        return nullcontext(self.flat)
 
 
 class Bucket:
@@ -40,7 +62,10 @@ class Bucket:
         self.sent: Pending[None] | None = None
         self.done = 1.0  # the share of a backward that has produced this bucket and those before it
         self.checksum: float | None = None  # of the gradients before they are averaged; None: not wanted
-        self._staging = staging
+        self.flags = Plain(torch.zeros(len(params) + -len(params) % multiple))  # those of a bucket that stays
+        self.staging = staging
+        self._stays = False
+        self._left: torch.cuda.Event | None = None  # when it was packed to stay
         self._flat: torch.Tensor | None = None
         self._near: torch.Tensor | None = None  # on the accelerator
         self._arrived: Callable[[], None] = nothing
@@ -50,12 +75,8 @@ class Bucket:
     @property
     def flat(self) -> torch.Tensor:
         if self._flat is None:
-            self._flat = self._staging.host(self.padded, self.params[0].dtype)
+            self._flat = self.staging.host(self.padded, self.params[0].dtype)
         return self._flat
-
-    def blank(self) -> torch.Tensor:
-        """Zeros of this bucket's shape."""
-        return torch.zeros(self.padded, dtype=self.params[0].dtype)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """`flat` cut into tensors of the parameters' shapes, and last the flags."""
@@ -67,18 +88,33 @@ class Bucket:
         return views
 
     @torch.no_grad()
-    def leave(self) -> None:
-        """Called where backward runs: gradients on an accelerator start their way to the host."""
+    def leave(self, *, stay: bool = False) -> None:
+        """Called where backward runs: gradients on an accelerator start their way to the host, or `stay` there."""
         gradients = [param.grad for param in self.params]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
         self._used = [gradient is not None for gradient in gradients]
-        if self._staging.remote:
-            if self._near is None:
-                self._near = self._staging.near(self.padded, self.params[0].dtype)
-            torch._foreach_copy_(self.views(self._near)[:-1], self._dense())
+        self._stays = stay
+        if not (stay or self.staging.remote):
+            return
+        if self._near is None:
+            self._near = self.staging.near(self.padded, self.params[0].dtype)
+        torch._foreach_copy_(self.views(self._near)[:-1], self._dense())
+        if stay:
+            self.flags.flat[: len(self._used)] = torch.tensor(self._used)
+            self._left = self.staging.mark()
+        else:
             size = sum(self.sizes)
-            self._arrived = self._staging.send([(self.flat[:size], self._near[:size])])
+            self._arrived = self.staging.send([(self.flat[:size], self._near[:size])])
+
+    @contextmanager
+    def aside(self) -> Iterator[torch.Tensor]:
+        """What stayed, for a communication thread to average; the first few times it waits there for the checksum."""
+        assert self._near is not None
+        with torch.no_grad(), self.staging.aside(self._left):
+            if self.checksum is not None:
+                self.checksum = float(self._near[: sum(self.sizes)].sum(dtype=torch.float64))
+            yield self._near
 
     def _dense(self) -> list[torch.Tensor]:
         return [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
@@ -89,7 +125,7 @@ class Bucket:
         *views, flags = self.views(into)
         flags.copy_(torch.tensor(self._used))
         size = sum(self.sizes)
-        if not self._staging.remote:
+        if not self.staging.remote:
             torch._foreach_copy_(views, self._dense())
         else:
             self._arrived()
@@ -103,11 +139,11 @@ class Bucket:
         """Means out: the sum of the parts, in order, over the divisor. Unused everywhere: `grad` stays None."""
         rows = [self.views(part) for part in parts]
         self._used = [any(flags) for flags in zip(*(row[-1].tolist() for row in rows), strict=True)]
-        if self._staging.remote:
+        if self.staging.remote:
             assert self._near is not None
             size = sum(self.sizes)
             _mean([part[:size] for part in parts], divisor, out=self.flat[:size])
-            self._staging.push([(self.flat[:size], self._near[:size])])
+            self.staging.push([(self.flat[:size], self._near[:size])])
             return
         for used, param, *views in zip(self._used, self.params, *(row[:-1] for row in rows), strict=True):
             if used:
@@ -115,15 +151,17 @@ class Bucket:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Called where backward runs, after `unpack`: the compute stream takes what came back to the accelerator."""
-        if not self._staging.remote:
+        """Called where backward runs, at the end: the compute stream takes what came back to the accelerator, or stayed."""
+        if self._stays:
+            self._used = (self.flags.flat[: len(self.params)] > 0).tolist()
+        elif not self.staging.remote:
             return
         assert self._near is not None
-        self._staging.receive()
+        self.staging.receive()
         used = [index for index, flag in enumerate(self._used) if flag]
         views = self.views(self._near)
         torch._foreach_copy_([_gradient(self.params[index]) for index in used], [views[index] for index in used])
-        self._staging.used()
+        self.staging.used()
 
 
 def _gradient(param: nn.Parameter) -> torch.Tensor:
@@ -139,6 +177,28 @@ def _mean(parts: Sequence[torch.Tensor], divisor: int, *, out: torch.Tensor) -> 
         torch.add(parts[0], parts[1], out=out).div_(divisor)
     else:
         out.copy_(ordered_sum(parts).div_(divisor))
+
+
+class Blank:
+    """What a rank that is away adds to a bucket: nothing."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self._dtype = bucket, bucket.params[0].dtype
+        self.flat = torch.zeros(bucket.padded, dtype=self._dtype)
+        self.flags = Plain(torch.zeros_like(bucket.flags.flat))
+
+    def pack(self, into: torch.Tensor) -> None:
+        """Zeros."""
+        into.zero_()
+
+    def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
+        """The mean is of no use here."""
+
+    @contextmanager
+    def aside(self) -> Iterator[torch.Tensor]:
+        """Zeros where the gradients would be."""
+        with torch.no_grad(), self._bucket.staging.aside():
+            yield self._bucket.staging.near(self._bucket.padded, self._dtype)
 
 
 class GradientAverager:
@@ -178,9 +238,9 @@ class GradientAverager:
         finally:
             self._paused -= 1
 
-    def blank_buckets(self) -> Iterable[torch.Tensor]:
+    def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of every bucket, in order."""
-        return (bucket.blank() for bucket in self._buckets)
+        return map(Blank, self._buckets)
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
@@ -221,7 +281,7 @@ class GradientAverager:
             if complete_only and len(bucket.ready) < len(bucket.params):
                 return
             self._worked(bucket.done)
-            bucket.leave()
+            bucket.leave(stay=self._comm.stays(self._open))
             bucket.sent = self._comm.reduce(bucket, self._open)
 
     def _end(self) -> None:

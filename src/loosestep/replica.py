@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -53,12 +55,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Host memory that a replica's values are on their way to; `ready()` waits for them."""
+    """Host memory that a replica's values are on their way to; `ready()` waits for them. A vector that is `near` stays
+    where the parameters are, for a communication thread to work on inside `aside()`."""
 
     vector: Vector
     buffers: torch.Tensor
     losses: tuple[torch.Tensor | float, int]
     ready: Callable[[], None]
+    near: bool
+    aside: Callable[[], AbstractContextManager[object]]
 
 
 class Replica:
@@ -90,8 +95,9 @@ class Replica:
         sizes = [local(param).numel() for param in params]
         return Segment(dtype, list(params), sizes, padded=max(-(-sum(sizes) // multiple), 1) * multiple)
 
-    def stage(self, losses: tuple[torch.Tensor | float, int] = (0.0, 0)) -> Snapshot:
-        """Start to copy parameters, buffers and losses into the memory that the replica keeps for it; never waits."""
+    def stage(self, losses: tuple[torch.Tensor | float, int] = (0.0, 0), *, stay: bool = False) -> Snapshot:
+        """Start to copy parameters, buffers and losses into the memory that the replica keeps for it; never waits.
+        `stay`: the parameters' is where they are."""
         if self._images is None:
             self._images = [Image(s.tensors, s.dtype, s.padded, self.staging) for s in self.segments]
             if self.floating:
@@ -99,7 +105,7 @@ class Replica:
                 self._statistics = Image(self.floating, self._wide, size, self.staging)
         for segment, image in zip(self.segments, self._images, strict=True):
             image.pack(segment.tensors)
-        leaving = [*self._images]
+        leaving = [] if stay else [*self._images]
         if self._statistics is not None:
             self._statistics.pack(self.floating)
             leaving.append(self._statistics)
@@ -110,10 +116,12 @@ class Replica:
             loss = self._loss.host
             leaving.append(self._loss)
         return Snapshot(
-            vector=[image.host for image in self._images],
+            vector=[image.near if stay else image.host for image in self._images],
             buffers=self._statistics.host if self._statistics else torch.empty(0),
             losses=(loss, losses[1]),
             ready=self.staging.send((i.host, i.near) for i in leaving) if self.staging.remote else nothing,
+            near=stay,
+            aside=partial(self.staging.aside, self.staging.mark()) if stay else nullcontext,
         )
 
     def snapshot(self, *, keep: bool = True) -> Vector:
@@ -155,11 +163,14 @@ class Replica:
         """The vector where the parameters are, in their shapes: what `stage` keeps without waiting, other memory by a copy."""
         reshard(self._sharding)
         images = self._images or []
-        if len(images) == len(vector) and all(flat is image.host for flat, image in zip(vector, images, strict=True)):
+        if _same(vector, [image.host for image in images]):
             if self.staging.remote:
                 self.staging.fetch((image.host, image.near) for image in images)
-            return [(segment, image.views) for segment, image in zip(self.segments, images, strict=True)]
-        return [(segment, segment.views(flat)) for segment, flat in zip(self.segments, vector, strict=True)]
+        elif _same(vector, [image.near for image in images]):
+            self.staging.receive()
+        else:
+            return [(segment, segment.views(flat)) for segment, flat in zip(self.segments, vector, strict=True)]
+        return [(segment, image.views) for segment, image in zip(self.segments, images, strict=True)]
 
     @property
     def _wide(self) -> torch.dtype:
@@ -207,6 +218,10 @@ class Replica:
                     f"{self.names[id(param)]} was frozen when the run was attached and now requires gradients, so it would not "
                     "be averaged. Call run.finish() and attach again after unfreezing"
                 )
+
+
+def _same(vector: Vector, kept: Vector) -> bool:
+    return len(vector) == len(kept) and all(flat is mine for flat, mine in zip(vector, kept, strict=True))
 
 
 def persistent_buffers(model: nn.Module) -> Iterable[torch.Tensor]:

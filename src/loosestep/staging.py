@@ -3,6 +3,7 @@
     send:   compute stream --event--> side stream copies to the host --event--> a communication thread waits for it
     push:   side stream copies to the device (any thread may start it)
     fetch:  push, and the compute *stream* waits for it; the compute thread goes on
+    aside:  what stays on the device is worked on by a side stream, and the compute stream waits for it
 
 Flat memory on the device is kept and written by the compute stream, so no block is freed under a copy: sending starts
 after what the compute stream did before, and the compute stream waits for what comes back before it uses it. What the
@@ -12,8 +13,8 @@ arrival of a send and the next push. On a CPU there is nothing to stage and copi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -78,6 +79,22 @@ class Staging:
         """device <- host, for the current stream to use."""
         self.push(pairs)
         self.receive()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What the current stream has been given so far."""
+        return torch.cuda.current_stream(self.device).record_event() if self.remote else None
+
+    @contextmanager
+    def aside(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """A communication thread works on the device, after what was marked; `receive` waits for what it does."""
+        if not self.remote:
+            yield
+            return
+        with torch.cuda.stream(self._back):
+            if after is not None:
+                self._back.wait_event(after)
+            yield
+        self._came.record(self._back)
 
     def used(self) -> None:
         """What was received has been used by the current stream and may be overwritten."""

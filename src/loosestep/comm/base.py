@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -83,6 +84,7 @@ class Offer:
     `form`: the result is the mean itself or the delta `mean - vector`. `lane`: None shards the vector over all lanes,
     a number sends it whole over that one. `wire`: the dtype that travels, None for the parameters' own. `settle`: the
     ranks of a node differ, so they are averaged first. `ready`: waits until the values have come from the device.
+    `near`: the vector has stayed there and is averaged there, inside `aside`.
     """
 
     vector: Vector
@@ -93,6 +95,8 @@ class Offer:
     settle: bool = False
     losses: tuple[torch.Tensor | float, int] = (0.0, 0)
     ready: Callable[[], None] = nothing
+    near: bool = False
+    aside: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass
@@ -123,8 +127,8 @@ class Member(Protocol):
     def join(self, invitation: Invitation) -> None:
         """Take part in a round of the others (called on the communication thread)."""
 
-    def blank_buckets(self) -> Iterable[torch.Tensor]:
-        """Zeros in the shape of the gradient buckets, to take part in an average without contributing."""
+    def blank_parcels(self) -> Iterable[Parcel]:
+        """Zeros in the shape of what its peers average, to take part without contributing."""
 
 
 class Parcel(Protocol):
@@ -139,6 +143,13 @@ class Parcel(Protocol):
 
     def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
         """Use the sum of the parts, in order, divided by the divisor."""
+
+    @property
+    def flags(self) -> Parcel | None:
+        """What the host has to know of a parcel that is averaged where it is; None if it cannot be."""
+
+    def aside(self) -> AbstractContextManager[torch.Tensor]:
+        """Its values where they are, to be overwritten; inside, the current stream is one beside the compute stream."""
 
 
 class Comm(Protocol):
@@ -168,6 +179,9 @@ class Comm(Protocol):
 
     def open_round(self, scope: Scope, checksum: float) -> None:
         """A backward has begun: find out who takes part in averaging its gradients."""
+
+    def stays(self, scope: Scope) -> bool:
+        """Whether the gradients of such a round are averaged on the device that they are on."""
 
     def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
         """Pack a parcel, overwrite it with its mean over the ranks that take part in the round, unpack it."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import (
     ProcessGroupGloo,
 )
 
-from loosestep.comm.base import Parcel
+from loosestep.comm.base import CommError, Parcel
 from loosestep.comm.pulse import Pulse
 from loosestep.comm.shared import Slots, forget, open_slots
 
@@ -103,7 +104,7 @@ class Channel:
                     piece.copy_(ordered_sum(everybody))
         elif self.size == 2 and flat.dtype in (torch.float32, torch.float64):
             self._add_pair(flat)
-        elif self.size > 1:
+        elif self._group is not None or self.size > 1:
             flat.copy_(self.share(self.part(flat, lanes).to(flat.dtype), lanes).view(-1))
 
     def part(self, flat: torch.Tensor, lanes: int) -> torch.Tensor:
@@ -192,6 +193,16 @@ class Channel:
         self._finish(self._group.broadcast([tensor], options))
         if self.index == root:
             self._count(tensor, self.size - 1, between=self._strangers)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What fails inside is blamed on who caused it."""
+        try:
+            yield
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise (CommError(str(error)) if self._pulse is None else self._pulse.blame(error)) from error
 
     def abandon(self) -> None:
         """Leave with an operation in flight: gloo cannot cancel it, so keep the group alive rather than wait for it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +35,21 @@ class Standing(NamedTuple):
 
 
 class Channels:
-    """The groups of one thread: the world, the ranks of this node, and this rank's lane (None beyond the last lane)."""
+    """The groups of one thread: the world, the ranks of this node, and this rank's lane (None beyond the last lane).
 
-    def __init__(self, name: str, *, world: World, replicas: Topology, lanes: int) -> None:
+    `near_node`, `near_lane`: the same ranks, for values on their devices; None where those travel over the host.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        world: World,
+        replicas: Topology,
+        lanes: int,
+        near_node: bool = False,
+        near_lane: bool = False,
+    ) -> None:
         rank, channel = world.rank, world.channels(name)
         mates, index = replicas.mates(rank), replicas.local_index(rank)
         self.lanes = lanes
@@ -46,7 +59,10 @@ class Channels:
         if index < lanes:
             lane = replicas.lane(index)
             self.lane = self.world if lane == self.world.ranks else channel(lane)
-        self._distinct = {id(c): c for c in (self.world, self.node, self.lane) if c is not None}.values()
+        self.near_node = world.near_channel(name, mates) if near_node else None
+        self.near_lane = world.near_channel(name, self.lane.ranks) if near_lane and self.lane is not None else None
+        everything = (self.near_node, self.near_lane, self.world, self.node, self.lane)
+        self._distinct = {id(c): c for c in everything if c is not None}.values()
         self._reported = (0, 0)
 
     def traffic(self) -> tuple[int, int]:
@@ -89,8 +105,15 @@ class Collective:
         self._weights = None if len(set(weights)) == 1 else weights
         self._total = len(weights) if self._weights is None else sum(weights)
         lanes = lanes or topology.lanes  # fewer when other nodes, which this comm does not know, are smaller
-        self._x = Channels("exchanges", world=world, replicas=topology, lanes=lanes)
-        self._g = Channels("gradients", world=world, replicas=topology, lanes=lanes) if averages_gradients else None
+        reach, mates = world.reach, topology.mates(world.rank)
+        apart = reach is not None and reach.lanes
+        self._x = Channels(
+            "exchanges", world=world, replicas=topology, lanes=lanes, near_node=apart and not shards, near_lane=apart
+        )
+        self._g: Channels | None = None
+        if averages_gradients:
+            near = reach is not None and reach.gradients and len(mates) > 1 and reach.apart(mates)
+            self._g = Channels("gradients", world=world, replicas=topology, lanes=lanes, near_node=near)
         self._exchanges = world.stream("exchanges")
         self._gradients = world.stream("gradients") if averages_gradients else None
         self._sequence = 0
@@ -110,7 +133,12 @@ class Collective:
 
     def average(self, offer: Offer) -> Landed:
         """Average now, every rank being here already (after `meet`, or while joining)."""
-        return self._exchanges.run(lambda: self._average(offer, self._call(Kind.EXCHANGE, offer)))
+
+        def now() -> Landed:
+            with offer.aside():
+                return self._average(offer, self._call(Kind.EXCHANGE, offer))
+
+        return self._exchanges.run(now)
 
     def invite(self) -> None:
         """Start a round by hand: who waits at a lower kind joins, then everybody is here for `average` and the like."""
@@ -130,11 +158,14 @@ class Collective:
         return rows
 
     def _exchange(self, offer: Offer) -> Landed:
-        rows = self._call(Kind.EXCHANGE, offer)
-        if (rows[:, KIND] < Kind.EXCHANGE).any():  # the joiners have their snapshots now: call again, for their headers
+        with offer.aside():
             rows = self._call(Kind.EXCHANGE, offer)
-        self._compare(rows)
-        landed = self._average(offer, rows)
+            if (
+                rows[:, KIND] < Kind.EXCHANGE
+            ).any():  # the joiners have their snapshots now: call again, for their headers
+                rows = self._call(Kind.EXCHANGE, offer)
+            self._compare(rows)
+            landed = self._average(offer, rows)
         self._trace.emit("landed", seconds=landed.seconds)
         return landed
 
@@ -175,7 +206,8 @@ class Collective:
                 f"the parameters of rank {sick[0]} contain NaN or Inf at step {int(rows[sick[0], STEP])}: nothing was exchanged. "
                 "Lower the learning rate or clip gradients; the other ranks' parameters are intact"
             )
-        spread = sum(self._average_tensor(tensor, offer) for tensor in offer.vector)
+        with self._x.world.watched() if offer.near else nullcontext():
+            spread = sum(self._average_tensor(tensor, offer) for tensor in offer.vector)
         total = add_up(self._x.world.gather(torch.tensor([spread], dtype=torch.float64)))
         buffers = self._average_buffers(offer.buffers)
         self._report(self._x)
@@ -192,26 +224,29 @@ class Collective:
     def _average_tensor(self, tensor: torch.Tensor, offer: Offer) -> float:
         """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's part of the spread."""
         wire = tensor if offer.wire is None else tensor.to(offer.wire)
-        delta, index = offer.form == "delta", self._x.node.index
-        if offer.settle and self._x.node.size > 1:
+        node, lane = self._x.node, self._x.lane
+        if offer.near:
+            node, lane = self._x.near_node or node, self._x.near_lane
+        delta, index = offer.form == "delta", node.index
+        if offer.settle and node.size > 1:
             for piece in wire.split(PIECE):
-                piece.copy_(ordered_sum(self._x.node.gather(piece).unbind(0)).div_(self._x.node.size))
+                piece.copy_(ordered_sum(node.gather(piece).unbind(0)).div_(node.size))
         spread = 0.0
         if self._shards:
-            spread = self._average_lane(wire, _lane_of(self._x), delta=delta)
+            spread = self._average_lane(wire, _have(lane), delta=delta)
         elif offer.lane is None:
             shards = wire.view(self._x.lanes, -1)
             mine = shards[min(index, self._x.lanes - 1)]
-            if self._x.lane is not None:
-                spread = self._average_lane(mine, self._x.lane, delta=delta)
-            if self._x.node.size > 1:
+            if lane is not None:
+                spread = self._average_lane(mine, lane, delta=delta)
+            if node.size > 1:
                 for begin in range(0, mine.numel(), PIECE):
                     piece = slice(begin, begin + PIECE)
-                    shards[:, piece] = self._x.node.share(mine[piece].contiguous(), self._x.lanes)
+                    shards[:, piece] = node.share(mine[piece].contiguous(), self._x.lanes)
         else:
-            if index == offer.lane and self._x.lane is not None:
-                spread = self._average_lane(wire, self._x.lane, delta=delta)
-            self._x.node.broadcast(wire, root=offer.lane)
+            if index == offer.lane and lane is not None:
+                spread = self._average_lane(wire, lane, delta=delta)
+            node.broadcast(wire, root=offer.lane)
         if wire is not tensor:
             tensor.copy_(wire)
         return spread
@@ -219,13 +254,16 @@ class Collective:
     def _average_lane(self, flat: torch.Tensor, lane: Channel, *, delta: bool) -> float:
         """Piece by piece, so that the extra memory is bounded."""
         weight = 1 if self._weights is None else self._weights[lane.index]
-        spread = 0.0
+        norms = []  # read at the end: on a device that is the only wait
         for piece in flat.split(max(PIECE // lane.size, 1) * lane.size):
             mean = lane.mean(piece, self._weights, self._total)
             torch.sub(mean, piece, out=piece)
-            spread += weight * float(torch.linalg.vector_norm(piece)) ** 2
+            norms.append(torch.linalg.vector_norm(piece))
             if not delta:
                 piece.copy_(mean)
+        spread = 0.0
+        for norm in norms:
+            spread += weight * float(norm) ** 2
         return spread
 
     def _average_buffers(self, mine: torch.Tensor) -> torch.Tensor:
@@ -263,15 +301,26 @@ class Collective:
 
         return self._gradients.submit(lambda: self._carry(parcel, scope))
 
+    def stays(self, scope: Scope) -> bool:
+        """Whether the gradients of such a round are averaged on the device that they are on."""
+        return self._channels.near_node is not None and self._inside(scope)
+
+    def _inside(self, scope: Scope) -> bool:
+        return scope == "node" or len(self.topology.nodes) == 1
+
     def _carry(self, parcel: Parcel, scope: Scope) -> None:
-        node = self._channels.node
-        alone = scope == "node" or len(self.topology.nodes) == 1
-        if alone and node.fits(parcel.flat):
+        node, near = self._channels.node, self._channels.near_node
+        if near is not None and parcel.flags is not None and self._inside(scope):
+            self._carry(parcel.flags, scope)  # everybody is here, so nobody will wait on the device
+            with near.watched(), parcel.aside() as flat:
+                near.total(flat, self._channels.lanes)
+                flat.div_(self._contributors)
+        elif self._inside(scope) and node.fits(parcel.flat):
             node.through_memory(parcel, self._contributors)
-            return
-        parcel.pack(parcel.flat)
-        self._reduce(parcel.flat, scope)
-        parcel.unpack([parcel.flat], 1)
+        else:
+            parcel.pack(parcel.flat)
+            self._reduce(parcel.flat, scope)
+            parcel.unpack([parcel.flat], 1)
 
     def _enter(self, scope: Scope, checksum: float) -> None:
         self._report(self._channels)
@@ -315,8 +364,8 @@ class Collective:
             scope: Scope = "world" if wide else "node"
             self._took_part(standings, self._channels.world if wide else channel)
             self.missed = "world" if "world" in (scope, self.missed) else "node"
-            for flat in self.member.blank_buckets():
-                self._reduce(flat, scope)
+            for parcel in self.member.blank_parcels():
+                self._carry(parcel, scope)
 
     def _stand(self, channel: Channel, mine: Standing) -> list[Standing]:
         """What every rank of the channel is at."""
@@ -325,11 +374,11 @@ class Collective:
     def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
         """Inside the node a sum for each lane, across nodes their means, then all of them inside the node."""
         node, lane, lanes = self._channels.node, self._channels.lane, self._channels.lanes
-        if scope == "node" or len(self.topology.nodes) == 1:
+        if self._inside(scope):
             node.total(flat, lanes)
             flat.div_(self._contributors)
         elif self._shards:
-            lane = _lane_of(self._channels)
+            lane = _have(lane)
             flat.copy_(lane.mean(flat, None, len(set(self.present) & set(lane.ranks))))
         else:
             part = node.part(flat, lanes).to(flat.dtype) if node.size > 1 else flat
@@ -349,7 +398,7 @@ class Collective:
         same local rank on the node of `root`."""
         channel = self._x.node if scope == "node" else self._x.world
         if self._shards and scope == "world":
-            channel = _lane_of(self._x)
+            channel = _have(self._x.lane)
             root = channel.ranks[self.topology.node_of(root)]
         return self._exchanges.run(lambda: _broadcast(channel, state, channel.ranks.index(root)))
 
@@ -366,7 +415,7 @@ class Collective:
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """End at once, tell the others why, wait for nobody."""
         if self._pulse is not None:
-            self._pulse.fault = self._pulse.fault or CommError(f"the run was ended: {reason}")
+            self._pulse.hurt(CommError(f"the run was ended: {reason}"))
             self._pulse.fail(reason, culprit)
         ended = [stream.close(timeout=2.0) for stream in filter(None, (self._exchanges, self._gradients))]
         for channels in filter(None, (self._x, self._g)):
@@ -379,10 +428,10 @@ class Collective:
             self._trace.emit("sent", bytes=sent, between_nodes=between)
 
 
-def _lane_of(channels: Channels) -> Channel:
+def _have(lane: Channel | None) -> Channel:
     """Sharded nodes are equally large: every rank has a lane."""
-    assert channels.lane is not None
-    return channels.lane
+    assert lane is not None
+    return lane
 
 
 def add_up(numbers: torch.Tensor) -> float:

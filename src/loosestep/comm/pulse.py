@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,7 @@ class Pulse:
         self._hurry = threading.Event()
         self._stop = threading.Event()
         self._silence = deadline
+        self._called: list[Callable[[], None]] = []
         self._write({"beat": 0, "step": 0})
         self._thread = threading.Thread(target=self._live, name="loosestep-pulse", daemon=True)
         self._thread.start()
@@ -47,7 +49,7 @@ class Pulse:
             self._listened = now
         self._checked = now
         if self.fault is None and now - self._listened > self.deadline:
-            self.fault = LostPeer(0, self._say(0, f"the run's store has not answered for {self.deadline:g} s"))
+            self.hurt(LostPeer(0, self._say(0, f"the run's store has not answered for {self.deadline:g} s")))
         if self.fault is not None:
             raise self.fault
 
@@ -62,6 +64,18 @@ class Pulse:
                 return fault
             self._hurry.wait(self.interval / 4)
         return CommError(f"communication failed although every rank is alive: {error}")
+
+    def hurt(self, fault: CommError) -> None:
+        """The run cannot go on; the first reason counts."""
+        if self.fault is None:
+            self.fault = fault
+            self._hurry.set()
+            for call in self._called:
+                call()
+
+    def on_fault(self, call: Callable[[], None]) -> None:
+        """Have something called as soon as somebody is lost, for what waits in a place where `check` is never called."""
+        self._called.append(call)
 
     def waiting_for(self) -> str:
         """Where the other ranks are, for a message to somebody who waits."""
@@ -98,7 +112,7 @@ class Pulse:
                 self._listen(self.store.multi_get([f"beat/{r}" for r in range(self.world)]))
             except RuntimeError as error:
                 if not self._stop.is_set():
-                    self._accuse(LostPeer(0, self._say(0, f"the run's store is gone ({str(error).splitlines()[0]})")))
+                    self.hurt(LostPeer(0, self._say(0, f"the run's store is gone ({str(error).splitlines()[0]})")))
                 return
             if self.fault is not None:
                 return
@@ -110,19 +124,12 @@ class Pulse:
                 self._values[rank], self._seen[rank] = value, now
                 beat = self._read(rank)
                 if "failed" in beat and rank != self.rank:
-                    self._accuse(LostPeer(int(beat["culprit"]), str(beat["failed"])))
+                    self.hurt(LostPeer(int(beat["culprit"]), str(beat["failed"])))
         for rank in range(self.world):
             silent = now - self._seen[rank]
             if rank != self.rank and silent > self._silence and "left" not in self._read(rank):
                 step = self._read(rank).get("step", 0)
-                self._accuse(
-                    LostPeer(rank, self._say(rank, f"no heartbeat for {silent:.1f} s, last seen at step {step}"))
-                )
-
-    def _accuse(self, fault: LostPeer) -> None:
-        if self.fault is None:
-            self.fault = fault
-            self._hurry.set()
+                self.hurt(LostPeer(rank, self._say(rank, f"no heartbeat for {silent:.1f} s, last seen at step {step}")))
 
     def _read(self, rank: int) -> dict[str, Any]:
         value = self._values[rank]

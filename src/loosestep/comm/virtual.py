@@ -95,6 +95,10 @@ class VirtualPulse(Pulse):
             self._watching.remove(strand)
         return True
 
+    def hurt(self, fault: CommError) -> None:
+        """The run cannot go on; the first reason counts."""
+        self.fault = self.fault or fault
+
     def accuse(self, rank: int, reason: str) -> None:
         """Somebody is lost."""
         if self.fault is None and not self.left:

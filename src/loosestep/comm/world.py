@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from loosestep.comm.channel import Channel
 from loosestep.comm.mailbox import Mailbox
+from loosestep.comm.near import NearChannel, Reach
 from loosestep.comm.pulse import Pulse, connect
 from loosestep.comm.stream import Stream
 from loosestep.comm.values import Condition, StoreValues, Values
@@ -44,6 +45,7 @@ class World:
     store: dist.Store
     owned: bool  # we initialised torch.distributed, so we end it
     pulse: Pulse | None = None
+    reach: Reach | None = None  # what the ranks know about their devices
 
     def agree(self, report: dict[str, object]) -> list[dict[str, object]]:
         """Publish this rank's report and read everybody's; the ranks that do not show up in time are named."""
@@ -71,6 +73,22 @@ class World:
             return Channel(ranks, self.rank, name=name, store=store, pulse=self.pulse, nodes=nodes)
 
         return channel
+
+    def near_channel(self, name: str, ranks: Sequence[int]) -> Channel:
+        """A channel for values on this rank's device; one for a rank alone has nobody to carry them to."""
+        if len(ranks) == 1:
+            return self.channels(name)(ranks)
+        assert self.reach is not None
+        nodes = [self.topology.node_of(rank) for rank in ranks]
+        return NearChannel(
+            ranks,
+            self.rank,
+            name=name,
+            store=self.connect(),
+            pulse=self.pulse,
+            nodes=nodes,
+            device=self.reach.device,
+        )
 
     def stream(self, name: str) -> Stream:
         """A thread for communication."""
@@ -120,6 +138,7 @@ class World:
             self.store.wait([name], timedelta(seconds=self.deadline))
             store = dist.TCPStore("127.0.0.1", int(self.store.get(name)), is_master=False, wait_for_workers=False)
         world = World(local, Topology([range(len(mates))]), self.deadline, self.prefix, store, owned=False)
+        world.reach = self.reach and self.reach.within(mates)
         world.start_pulse()
         return world
 
