@@ -1,15 +1,18 @@
 """A training script for fault tests: trains until told to stop, says what happens, one JSON line at a time.
 
-faulty.py STRATEGY --deadline 4 [--fail RANK:STEP] [--steps N] [--size N] [--sleep S]
+faulty.py STRATEGY --deadline 4 [--fail RANK:STEP] [--steps N] [--size N] [--sleep S] [--near]
 """
 
 import argparse
 import hashlib
 import json
+import os
 import threading
 import time
+from contextlib import nullcontext
 
 import torch
+from stand_in import near
 from torch import nn
 
 import loosestep
@@ -21,6 +24,7 @@ parser.add_argument("--fail")
 parser.add_argument("--steps", type=int, default=100000)
 parser.add_argument("--size", type=int, default=1000)
 parser.add_argument("--sleep", type=float, default=0.01)
+parser.add_argument("--near", action="store_true", help="gradients and lanes stay on the device")
 arguments = parser.parse_args()
 
 
@@ -36,7 +40,8 @@ model = nn.ParameterList([nn.Parameter(torch.zeros(arguments.size))])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 before = model[0].detach().clone()
 try:
-    with loosestep.attach(model, optimizer, arguments.strategy, deadline=arguments.deadline) as run:
+    stand_in = near(int(os.environ["RANK"]), LOOSESTEP_LANES="nccl") if arguments.near else nullcontext()
+    with stand_in, loosestep.attach(model, optimizer, arguments.strategy, deadline=arguments.deadline) as run:
         fail = arguments.fail.split(":") if arguments.fail else None
         for step in range(arguments.steps):
             optimizer.zero_grad()

@@ -27,10 +27,16 @@ def said(rank: launch.Rank, key: str):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "victim"), [("daso", 0), ("daso", 3), ("allreduce", 2), ("localsgd:period=2,delay=1", 1)]
+    ("strategy", "victim", "options"),
+    [
+        ("daso", 0, ()),
+        ("daso", 3, ("--near",)),
+        ("allreduce", 2, ()),
+        ("localsgd:period=2,delay=1", 1, ()),
+    ],
 )
-def test_a_killed_rank_ends_the_run_everywhere_and_is_named(strategy, victim):
-    with start(strategy) as job:
+def test_a_killed_rank_ends_the_run_everywhere_and_is_named(strategy, victim, options):
+    with start(strategy, *options) as job:
         for rank in job.ranks:
             rank.expect("ready", timeout=60)
         job.ranks[victim].kill(signal.SIGKILL)

@@ -30,7 +30,7 @@ log = logging.getLogger("loosestep")
 LANES, GRADIENTS = "LOOSESTEP_LANES", "LOOSESTEP_GRADIENTS"
 # NCCL's watchdog would end the process: an error ends the operations instead, and a wait holds a stream, never a thread.
 QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}
-LEAVING = 10.0  # seconds that a clean end may take, before it is made an unclean one
+LEAVING, CUTTING = 10.0, 2.0  # seconds that a clean end may take, and a hasty one
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,19 @@ class NearChannel(Channel):
                 "a sum on the device was cut off in flight: steps that were queued behind it used incomplete gradients, so resume "
                 "from a checkpoint"
             )
-        self._end(self._group.abort, timeout=2.0)
+        self._end(self._group.abort, timeout=CUTTING)
 
     def _end(self, how: Callable[[], None], *, timeout: float) -> None:
         """On a thread of its own, so that a device that does not answer holds up nobody."""
         ending = Stream("ending")
-        ending.submit(how)
-        if not ending.close(timeout):
+        ended = ending.submit(how)
+        try:
+            ended.wait(timeout)
+        except TimeoutError:
             log.warning("NCCL did not end its group within %g s and is left behind", timeout)
+        except RuntimeError as error:
+            log.warning("NCCL ended its group with an error: %s", error)
+        ending.close(timeout=0.1)
 
     def _connect(self, device: torch.device) -> None:
         """NCCL connects in its first operation and waits there for its peers: watch the heartbeats meanwhile."""
@@ -160,16 +165,18 @@ class NearChannel(Channel):
 
         greeting = Stream("greeting")
         pending = greeting.submit(greet)
-        with self.watched():
-            while not pending.done():
-                try:
-                    pending.wait(SLICE.total_seconds())
-                except TimeoutError:
-                    if self._pulse is not None:
-                        self._pulse.check()
-            if pending.wait() != self.size:
-                raise CommError(f"{pending.wait()} of {self.size} ranks answered on the device; please report this")
-        greeting.close(timeout=LEAVING)
+        try:
+            with self.watched():
+                while not pending.done():
+                    try:
+                        pending.wait(SLICE.total_seconds())
+                    except TimeoutError:
+                        if self._pulse is not None:
+                            self._pulse.check()
+                if pending.wait() != self.size:
+                    raise CommError(f"{pending.wait()} of {self.size} ranks answered on the device; please report this")
+        finally:
+            greeting.close(timeout=CUTTING)
 
     def _finish(self, work: dist.Work) -> None:
         if self._by_host:
