@@ -4,6 +4,7 @@ import pytest
 import test_gradients
 import test_uneven
 import torch
+from composed import build, train, whole
 from pool import errors, ranks
 from stand_in import near
 from torch import nn
@@ -113,6 +114,28 @@ def test_lanes_between_devices_have_the_bits_of_lanes_between_hosts(spec, topolo
         assert torch.equal(end, reference)
         assert stats["consensus_distance"] == expected["consensus_distance"]
     assert ours[0][2]["between"] > 0
+
+
+def sharded(rank: int, inside: str, lanes: str):
+    with near(rank, LOOSESTEP_LANES=lanes) as traffic:
+        model = build(inside)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with loosestep.attach(model, optimizer, "daso:period=2,delay=1", topology=NODES, deadline=10):
+            for step in range(6):
+                train(model, optimizer, rank, step, inside)
+    return whole(model), traffic
+
+
+@pytest.mark.parametrize("inside", ["fsdp", "ddp"])
+def test_shards_are_exchanged_between_devices_and_nothing_else_is(inside):
+    over_devices, over_hosts = (ranks(4, sharded, inside=inside, lanes=lanes) for lanes in ("nccl", "gloo"))
+    for (end, traffic), (reference, nothing) in zip(over_devices, over_hosts, strict=True):
+        assert torch.equal(end, reference)
+        assert traffic["between"] > 0
+        assert not nothing
+        assert (traffic["inside"] > 0) == (
+            inside == "ddp"
+        )  # copies are shared inside the node, shards have nobody to share with
 
 
 def attach(rank: int, spec: str = "daso", gpus: str = "own", ways=LANES):
