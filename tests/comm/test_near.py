@@ -117,6 +117,15 @@ def test_a_peer_that_is_missing_on_the_device_is_an_error():
         channel_on(Alone())
 
 
+def test_devices_that_nccl_cannot_connect_are_an_error_that_says_how_to_do_without():
+    class Unconnected(FakeGroup):
+        def allreduce(self, tensors, options):
+            raise RuntimeError("no route to the other GPU")
+
+    with pytest.raises(CommError, match="ranks 0, 1: no route to the other GPU.*LOOSESTEP_GRADIENTS=host"):
+        channel_on(Unconnected())
+
+
 def test_a_clean_end_is_left_to_nccl_and_leaves_no_thread():
     group = FakeGroup()
     channel = channel_on(group)

@@ -127,7 +127,7 @@ class NearChannel(Channel):
 
     def close(self) -> None:
         """Nothing is in flight here, but the others may not have read everything: NCCL knows."""
-        if not self._by_host and self._group is not None:
+        if self._group is not None and not (self._by_host or self._was_cut):
             self._end(self._group.shutdown, timeout=LEAVING)
         super().close()
 
@@ -166,17 +166,24 @@ class NearChannel(Channel):
         greeting = Stream("greeting")
         pending = greeting.submit(greet)
         try:
-            with self.watched():
-                while not pending.done():
-                    try:
-                        pending.wait(SLICE.total_seconds())
-                    except TimeoutError:
-                        if self._pulse is not None:
-                            self._pulse.check()
-                if pending.wait() != self.size:
-                    raise CommError(f"{pending.wait()} of {self.size} ranks answered on the device; please report this")
+            while not pending.done():
+                try:
+                    pending.wait(SLICE.total_seconds())
+                except TimeoutError:
+                    if self._pulse is not None:
+                        self._pulse.check()
+            answers = pending.wait()
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise CommError(
+                f"NCCL could not connect the devices of ranks {', '.join(map(str, self.ranks))}: {error}. Without {LANES} and with "
+                f"{GRADIENTS}=host everything travels over the host"
+            ) from error
         finally:
             greeting.close(timeout=CUTTING)
+        if answers != self.size:
+            raise CommError(f"{answers} of {self.size} ranks answered on the device; please report this")
 
     def _finish(self, work: dist.Work) -> None:
         if self._by_host:
