@@ -122,7 +122,7 @@ def test_devices_that_nccl_cannot_connect_are_an_error_that_says_how_to_do_witho
         def allreduce(self, tensors, options):
             raise RuntimeError("no route to the other GPU")
 
-    with pytest.raises(CommError, match="ranks 0, 1: no route to the other GPU.*LOOSESTEP_GRADIENTS=host"):
+    with pytest.raises(CommError, match=r"ranks 0, 1: no route to the other GPU.*LOOSESTEP_GRADIENTS=host"):
         channel_on(Unconnected())
 
 

@@ -176,6 +176,8 @@ class NearChannel(Channel):
         except CommError:
             raise
         except RuntimeError as error:
+            if self._pulse is not None:
+                self._pulse.check()  # it was cut off, because somebody is lost
             raise CommError(
                 f"NCCL could not connect the devices of ranks {', '.join(map(str, self.ranks))}: {error}. Without {LANES} and with "
                 f"{GRADIENTS}=host everything travels over the host"
