@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import loosestep
@@ -65,11 +66,20 @@ def build(name: str, data: str, seed: int) -> VisionTask:
 
 def train(task: VisionTask, strategy: str, steps: int) -> tuple[float, float]:
     """Accuracy and loss on the test set of the model that all ranks share in the end."""
+    strategy = strategy.format(ramp=steps // 10, steps=steps)
+    model = learn(task, strategy, steps, learner=dist.get_rank(), learners=dist.get_world_size())
+    judged = task.evaluate(model) if dist.get_rank() == 0 else {"accuracy": 0.0, "loss": 0.0}
+    dist.barrier()
+    return judged["accuracy"], judged["loss"]
+
+
+def learn(task: VisionTask, strategy: str, steps: int, *, learner: int, learners: int) -> nn.Module:
+    """The model that this learner ends with."""
     model = task.make_model()
     optimizer = task.training.make_optimizer(model)
     schedule = CosineAnnealingLR(optimizer, steps)
-    batches = task.stream(learner=dist.get_rank(), learners=dist.get_world_size())
-    with loosestep.attach(model, optimizer, strategy.format(ramp=steps // 10, steps=steps)) as run:
+    batches = task.stream(learner=learner, learners=learners)
+    with loosestep.attach(model, optimizer, strategy) as run:
         for _ in range(steps):
             loss = task.loss(model, next(batches))
             loss.backward()
@@ -77,9 +87,7 @@ def train(task: VisionTask, strategy: str, steps: int) -> tuple[float, float]:
             optimizer.zero_grad()
             schedule.step()
             run.observe(loss)
-    judged = task.evaluate(model) if dist.get_rank() == 0 else {"accuracy": 0.0, "loss": 0.0}
-    dist.barrier()
-    return judged["accuracy"], judged["loss"]
+    return model
 
 
 # The table -------------------------------------------------------------------------------------------------------------

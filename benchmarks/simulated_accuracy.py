@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import loosestep
-from accuracy import OPTIONS, SYNCHRONOUS, TITLES, arguments, rows_of, wanted
+from accuracy import OPTIONS, SYNCHRONOUS, TITLES, arguments, learn, rows_of, wanted
 from common import machine, publish
 from loosestep.recipes.vision.recipe import VisionRecipe, VisionTask
 
@@ -39,18 +38,7 @@ def train(task: VisionTask, strategy: str, steps: int) -> tuple[float, float]:
     """Accuracy and loss on the test set of the model that all learners share in the end."""
 
     def learner(rank: int) -> dict[str, float]:
-        model = task.make_model()
-        optimizer = task.training.make_optimizer(model)
-        schedule = CosineAnnealingLR(optimizer, steps)
-        batches = task.stream(learner=rank, learners=LEARNERS)
-        with loosestep.attach(model, optimizer, strategy) as run:
-            for _ in range(steps):
-                loss = task.loss(model, next(batches))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                run.observe(loss)
+        model = learn(task, strategy, steps, learner=rank, learners=LEARNERS)
         return task.evaluate(model) if rank == 0 else {}
 
     judged = loosestep.simulate(learner, ranks=LEARNERS, ranks_per_node=2, cluster=CLUSTER).results[0]

@@ -20,16 +20,8 @@ from loosestep.training.folder import RunFolder
 from recipes.acoustic.test_data import write_mfc, write_wav
 from recipes.vision.test_data import write_npz
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
+pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("LOOSESTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path
 
 
 def refused(*arguments: str) -> str:

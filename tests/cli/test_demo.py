@@ -15,15 +15,8 @@ from typer.testing import CliRunner
 from loosestep.cli import app
 from loosestep.lab import LabError
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
+pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
 demo = importlib.import_module("loosestep.cli.demo")  # in the package this is the name of the command
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("LOOSESTEP_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.slow

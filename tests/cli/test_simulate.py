@@ -10,14 +10,8 @@ from typer.testing import CliRunner
 from loosestep.cli import app
 from loosestep.training.folder import RunFolder
 
+pytestmark = pytest.mark.usefixtures("own_folder")
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    return tmp_path
 
 
 def simulate(*arguments: str, code: int = 0) -> str:

@@ -18,17 +18,9 @@ from loosestep.cli import app
 from loosestep.training.config import Config
 from loosestep.training.folder import RunFolder
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
+pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"
 COMMAND = [sys.executable, "-c", "from loosestep.cli import main; main()"]
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("LOOSESTEP_CACHE", str(tmp_path / "cache"))
-    return tmp_path
 
 
 def loosestep(*arguments: str, code: int = 0) -> str:
