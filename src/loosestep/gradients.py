@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -184,8 +185,12 @@ class Blank:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self._dtype = bucket, bucket.params[0].dtype
-        self.flat = torch.zeros(bucket.padded, dtype=self._dtype)
         self.flags = Plain(torch.zeros_like(bucket.flags.flat))
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        """Zeros on the host, for ways that need them."""
+        return torch.zeros(self._bucket.padded, dtype=self._dtype)
 
     def pack(self, into: torch.Tensor) -> None:
         """Zeros."""

@@ -1,7 +1,9 @@
 """What stays on the devices: really over NCCL in a world of one, and between two ranks of one GPU with gloo standing in."""
 
+import os
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -200,9 +202,6 @@ def test_two_ranks_that_share_a_gpu_average_over_the_host_by_themselves():
 
 
 def refused(rank: int):
-    import os
-    from unittest.mock import patch
-
     model = nn.Linear(4, 4).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with patch.dict(os.environ, LOOSESTEP_LANES="nccl"):

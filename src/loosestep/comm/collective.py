@@ -2,7 +2,8 @@
 
 Two threads, each with its own process groups: *exchanges* (slow, across nodes, in the background for several steps) and
 *gradients* (fast, inside the node, during backward). Every operation starts with a round in which the ranks tell each
-other what they are at; whoever is at a lower kind joins the higher one with what it has.
+other what they are at; whoever is at a lower kind joins the higher one with what it has. That round, and whatever the
+host has to know, travels over the host always; gradients and vectors may stay on the devices (`near.py`).
 """
 
 from __future__ import annotations
@@ -160,10 +161,8 @@ class Collective:
     def _exchange(self, offer: Offer) -> Landed:
         with offer.aside():
             rows = self._call(Kind.EXCHANGE, offer)
-            if (
-                rows[:, KIND] < Kind.EXCHANGE
-            ).any():  # the joiners have their snapshots now: call again, for their headers
-                rows = self._call(Kind.EXCHANGE, offer)
+            if (rows[:, KIND] < Kind.EXCHANGE).any():
+                rows = self._call(Kind.EXCHANGE, offer)  # the joiners have their snapshots now, and better headers
             self._compare(rows)
             landed = self._average(offer, rows)
         self._trace.emit("landed", seconds=landed.seconds)
