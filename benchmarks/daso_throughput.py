@@ -206,7 +206,7 @@ def main() -> None:
         show=lambda s: f"round {s['round']}  {s['compute']:9} {s['variant']:28} {s['speed']:7.1f} gradients/s",
     )
     publish(
-        here("throughput"),
+        here("throughput", where),
         section(said, settings, where),
         quick=chosen.quick or chosen.only == "real",
     )

@@ -141,7 +141,7 @@ def main() -> None:
             f"round {line['round']}  {line['megabytes']:>2} MB  slow {line['slow']:>2}x  {line['variant']:<28}{line['speed']:8.1f} gradients/s"
         ),
     )
-    publish(here("gossip"), section(said, settings, where), quick=quick)
+    publish(here("gossip", where), section(said, settings, where), quick=quick)
 
 
 if __name__ == "__main__":

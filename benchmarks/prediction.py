@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import loosestep
-from common import SIMULATED, Spread, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
+from common import SIMULATED, Spread, here, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
 from daso_throughput import SleepyLayer
 from loosestep.comm.shared import forget, open_slots
 from loosestep.sim.cluster import Cluster
@@ -186,14 +186,17 @@ def lab_machine(said: list[dict[str, Any]], bandwidth: str) -> Machine:
     lines = [line for line in said if line["variant"] == "machine"]
     figure = {name: median(line[name] for line in lines) for name in lines[0] if name not in ("round", "variant")}
     rate = Cluster(bandwidth=bandwidth).bytes_per_second
-    taken = sum(figure[name] - messages * figure["message"] for name, (_, messages) in LINK.items())
-    carried = sum(models for models, _ in LINK.values()) * sum(SIZES)
+    reached = {  # of the link's rate
+        name: models * sum(SIZES) / rate / (figure[name] - messages * figure["message"])
+        for name, (models, messages) in LINK.items()
+    }
     return Machine(
         copy=figure["copy"],
         cores=min(1.0, figure["cores"]),
         message=figure["message"],
         meeting=figure["meeting"],
-        payload=min(1.0, carried / rate / taken),
+        payload=min(1.0, reached["pair"]),
+        crowd=min(1.0, reached["mean"] / reached["pair"]),
     )
 
 
@@ -238,12 +241,12 @@ def section(lines: list[dict[str, Any]], machines: dict[str, Machine], settings:
     within = sum(error <= TARGET for error in errors)
     head = ["link", "strategy", "predicted ms a step", "measured ms a step", "error"]
     figures = "; ".join(
-        f"{bandwidth}: {m.copy / 1e9:.1f} GB/s of copying, {m.cores:.2f} cores a rank, {m.payload:.2f} of the link's rate, {1e6 * m.message:.0f} us a "
+        f"{bandwidth}: {m.copy / 1e9:.1f} GB/s of copying, {m.cores:.2f} cores a rank, {m.payload:.2f} of the link's rate ({m.payload * m.crowd:.2f} among four), {1e6 * m.message:.0f} us a "
         f"message, {1e6 * m.meeting:.0f} us a meeting"
         for bandwidth, m in machines.items()
     )
     return (
-        f"## Predicted and measured: two nodes of two ranks\n\n{table(head, rows)}\n\n{within} of {len(lines)} within "
+        f"## Predicted and measured: two nodes of two ranks on a machine of {where.partition(' cores')[0].rpartition(' ')[2]} cores\n\n{table(head, rows)}\n\n{within} of {len(lines)} within "
         f"{TARGET:.0%}; median error {median(errors):.1%}, largest {errors[-1]:.1%}. Measured: median and range of "
         f"{settings['rounds']} rounds, {settings['steps']} steps each ({settings['slow_steps']} with a straggler) after {WARMUP} of "
         f"warm-up, the median group of a period's steps; emulated compute of {1000 * settings['stretch'] * COMPUTE:.0f} ms, a "
@@ -282,7 +285,7 @@ def main() -> None:
         return
     lines = [line for bandwidth, said in measured.items() for line in compare(said, bandwidth)]
     machines = {bandwidth: lab_machine(said, bandwidth) for bandwidth, said in measured.items()}
-    publish("prediction", section(lines, machines, settings, where), quick=chosen.quick, path=SIMULATED)
+    publish(here("prediction", where), section(lines, machines, settings, where), quick=chosen.quick, path=SIMULATED)
 
 
 def show(line: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Clocks against arithmetic: cases small enough to work out by hand, on a machine whose own work costs nothing."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,6 +70,16 @@ def test_ranks_that_average_among_themselves_share_the_uplink_of_their_node() ->
     assert seconds_per_step(text, parameters=MEGABYTE, topology=grid, node_bandwidth="9999gbit") == pytest.approx(
         0.1 + lanes, rel=1e-3
     )
+
+
+@pytest.mark.parametrize(("nodes", "factor"), [(2, 1.0), (4, 2.0)])
+def test_more_than_two_members_reach_less_of_the_link(nodes: int, factor: float) -> None:
+    cluster, half = Cluster(bandwidth="8mbit", latency="0s", compute="1us"), dataclasses.replace(IDEAL, crowd=0.5)
+    ideal, crowded = (
+        predict("localsgd:period=1", Topology.grid(nodes, 1), cluster, parameters=[4000], steps=10, machine=machine)
+        for machine in (IDEAL, half)
+    )
+    assert crowded.seconds == pytest.approx(factor * ideal.seconds, rel=0.01)
 
 
 def test_a_backbone_is_shared_by_all_nodes() -> None:
@@ -316,6 +327,7 @@ def test_wrong_arguments_are_refused_with_a_reason(changes: dict[str, Any], told
         (lambda: Machine(message=-1), "message must be a number at least 0, got -1"),
         (lambda: Machine(step=float("nan")), "step must be a number"),
         (lambda: Machine(payload=1.1), "payload is a share"),
+        (lambda: Machine(crowd=1.1), "crowd is a share"),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(make: Callable[[], Machine], told: str) -> None:

@@ -65,8 +65,9 @@ class Costs:
         self.lanes = units.lanes
         self.mates = max(len(node) for node in topology.nodes)
         self.inside = self.mates if units == topology else 1  # ranks that share a replica
-        self._rate = cluster.bytes_per_second * machine.payload
-        self._backbone = cluster.backbone_bytes_per_second * machine.payload
+        payload = machine.payload * (machine.crowd if self.members > 2 else 1.0)
+        self._rate = cluster.bytes_per_second * payload
+        self._backbone = cluster.backbone_bytes_per_second * payload
         self._swapped, self._passed = self._shares(units)
 
     def _shares(self, units: Topology) -> tuple[Times, Times]:
