@@ -18,7 +18,7 @@ from loosestep.comm.base import Invitation, Kind, Offer, Parcel, Vector
 from loosestep.comm.collective import Collective
 from loosestep.comm.courier import Pending
 from loosestep.comm.mailbox import Mailbox
-from loosestep.comm.pace import Pace
+from loosestep.comm.pace import FOLDING, Pace
 from loosestep.comm.replayed import ReplayedMailbox
 from loosestep.comm.world import World
 from loosestep.exchanges import align
@@ -47,15 +47,16 @@ class GossipEngine:
             self._extras += momentum(learner)
         self._positive = [extra for extra in learner.replica.floating if bool((extra >= 0).all())]
         self._begun: list[tuple[int, Pending]] = []
+        cores = len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
+        if not learner.replica.staging.remote:
+            cores = min(1.0, cores)  # the others compute
+        self._pace = Pace(strategy.rate, share=strategy.cpu_share, cores=cores)
+        self._fold_share = FOLDING * strategy.cpu_share * cores
         self._open_mailbox(key, encrypt)
         learners = len(self._members)
         self._graph = strategy.graph(learners)
         if self._graph.note():
             log.info(self._graph.note())
-        cores = len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
-        if not learner.replica.staging.remote:
-            cores = min(1.0, cores)  # the others compute
-        self._pace = Pace(strategy.rate, share=strategy.cpu_share, cores=cores)
 
     # Who I am ---------------------------------------------------------------------------------------------------------
 
@@ -86,6 +87,7 @@ class GossipEngine:
             encrypt=encrypt,
             emit=self._event,
             tape=tape if isinstance(tape, Recorder) else None,
+            fold_share=self._fold_share,
         )
 
     def _tensors(self) -> Vector:

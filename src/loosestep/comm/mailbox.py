@@ -47,8 +47,7 @@ Array = NDArray[Any]
 
 CHUNK_BYTES = 1 << 20
 LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
-FOLD_SHARE = 0.05  # folding may take this share of the time; a larger model folds less often than every step
-RELAY_SHARE = 0.25  # and this share of a core when it is done by a thread of its own, for parameters on an accelerator
+RELAY_SHARE = 0.25  # of a core: what folding may take on a thread of its own, for parameters on an accelerator
 
 
 class Store(Protocol):
@@ -80,6 +79,7 @@ class Mailbox:
         lose: Callable[[Header], bool] | None = None,
         allocate: Callable[..., Array] = np.empty,
         tape: Recorder | None = None,
+        fold_share: float = 0.05,
     ) -> None:
         if rank not in world or len(set(world)) != len(world):
             raise ValueError(f"rank {rank} must be in world, each rank once; got world={list(world)}")
@@ -126,6 +126,7 @@ class Mailbox:
             timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
         )  # fmt: skip
         self._exchanges: dict[int, Pending] = {}
+        self._fold_share = fold_share
         self._io_read, self._io_seconds = 0.0, 0.0
         self._folds, self._fold_seconds, self._fold_cpu, self._fold_cost, self._folded_at = 0, 0.0, 0.0, 0.0, 0.0
         self._thread = threading.Thread(target=self._courier.run, name=f"loosestep-mailbox-{rank}", daemon=True)
@@ -151,12 +152,13 @@ class Mailbox:
         return pending
 
     def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False) -> Fold:
-        """A step was made: y += u; x <- y. Skipped while folding would take more than its share of the time."""
+        """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share` of a core: a large model
+        folds less often than every step."""
         self._check()
         now = time.monotonic()
         self._courier.progress += 1
         self._courier.stepped = now
-        share = FOLD_SHARE if self._shadow.relay is None else RELAY_SHARE
+        share = self._fold_share if self._shadow.relay is None else RELAY_SHARE
         if self._shadow.busy or (not force and now - self._folded_at < self._fold_cost / share):
             return Fold(skipped=True)
         return self._counted(self._shadow.boundary, params, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 AIM = 0.8  # of the limit
+FOLDING = 0.5  # of the limit: what folding may take, which the compute thread does itself
 
 
 class Pace:

@@ -15,8 +15,8 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from loosestep.comm.mailbox import FOLD_SHARE, in_flight
-from loosestep.comm.pace import AIM
+from loosestep.comm.mailbox import in_flight
+from loosestep.comm.pace import AIM, FOLDING
 from loosestep.graphs import Gossip, permutation
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.costs import Costs, Nodes, Times
@@ -99,7 +99,9 @@ class GossipClocks:
         self._delay = 2 * turns * (cluster.latency_seconds + machine.message)
         self._rate = cluster.bytes_per_second * machine.payload
         self._backbone_rate = cluster.backbone_bytes_per_second * machine.payload
-        self._paces = Paces(learners, rate=strategy.rate, share=strategy.cpu_share, cores=min(1.0, machine.cores))
+        cores = min(1.0, machine.cores)
+        self._paces = Paces(learners, rate=strategy.rate, share=strategy.cpu_share, cores=cores)
+        self._fold_share = FOLDING * strategy.cpu_share * cores
         self._flights = Flights()
         self._uplink, self._backbone = np.zeros(len(topology.nodes)), 0.0  # when they have carried everything
         self._courier, self._used = np.zeros(learners), np.zeros(learners)  # when it is idle; its seconds of processor
@@ -147,7 +149,7 @@ class GossipClocks:
     def fold(self) -> None:
         """Costs two passes over the model, as often as its share of the time allows."""
         cost = self._machine.work(self._shard, passes=2)
-        rested = self._time[self._at] - self._folded[self._at] >= cost / FOLD_SHARE
+        rested = self._time[self._at] - self._folded[self._at] >= cost / self._fold_share
         folds = self._at[rested] if self._strategy.replica == "rank" else self._at
         self._folded[folds] = self._time[folds]
         self._time[folds] += cost
