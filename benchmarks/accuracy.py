@@ -10,6 +10,7 @@ strategy is the same: network, first parameters, order of the batches, learning 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ SYNCHRONOUS = "allreduce"
 RAMPED = "daso:period=4,delay=1,warmup={ramp},cooldown={ramp},total={steps}"  # a tenth of the steps each
 STRATEGIES = {
     "digits": (SYNCHRONOUS, RAMPED, "daso:period=4,delay=1", "daso:period=4,delay=3", "localsgd:period=4"),
-    "cifar10": (SYNCHRONOUS, RAMPED, "daso:period=4,delay=1"),
+    "cifar10": (SYNCHRONOUS, RAMPED),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "digits": {"width": 0.5, "batch": 32, "lr": 0.1},
@@ -49,9 +50,11 @@ def work() -> None:
     settings = settings_of_rank()
     dist.init_process_group("gloo")
     for name, steps in settings["steps"].items():
-        for seed in range(settings["seeds"]):
+        for seed in settings["seeds"]:
             task = build(name, settings["data"], seed)
             for strategy in STRATEGIES[name]:
+                if [name, seed, strategy] in settings["known"]:
+                    continue
                 start = time.monotonic()
                 accuracy, loss = train(task, strategy, steps)
                 seconds = time.monotonic() - start
@@ -104,7 +107,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
             "",
         ]
     parts.append(
-        f"Mean and range (least-most) over {settings['seeds']} seeds; the difference is taken seed by seed. Same network, first "
+        f"Mean and range (least-most) over {len(settings['seeds'])} seeds; the difference is taken seed by seed. Same network, first "
         "parameters, batches and learning rate; loopback. The final model is the average that `finish()` leaves on all ranks.\n"
     )
     parts.append(f"{where}.")
@@ -148,9 +151,22 @@ def wanted(steps: Mapping[str, int], chosen: argparse.Namespace) -> dict[str, in
 
 def main() -> None:
     """Parse, run, publish."""
-    chosen = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--first", type=int, default=0, help="begin with this seed; nothing is written but --keep")
+    parser.add_argument("--keep", type=Path, help="results as JSON lines: those that are there are not computed again")
+    chosen = parser.parse_args()
     steps = wanted({"digits": 16, "cifar10": 8} if chosen.quick else {"digits": 240, "cifar10": 720}, chosen)
-    settings = {"seeds": chosen.seeds or (1 if chosen.quick else 3), "steps": steps, "data": str(chosen.data)}
+    seeds = list(range(chosen.first, chosen.seeds or (1 if chosen.quick else 3)))
+    kept = (
+        [json.loads(line) for line in chosen.keep.read_text().splitlines()]
+        if chosen.keep and chosen.keep.exists()
+        else []
+    )
+    known = [line for line in kept if line["seed"] in seeds and line["steps"] == steps.get(line["task"])]
+    settings = {
+        "seeds": seeds, "steps": steps, "data": str(chosen.data),
+        "known": [[line["task"], line["seed"], line["strategy"]] for line in known],
+    }  # fmt: skip
     where = machine()
     print(where, flush=True)
     if "cifar10" in steps:
@@ -163,7 +179,13 @@ def main() -> None:
             f"{s['task']:8} seed {s['seed']}  {s['strategy']:24} accuracy {s['accuracy']:.1%}  {s['seconds']:5.1f} s"
         ),
     )
-    publish("accuracy", section(said, settings, where), quick=chosen.quick or chosen.only is not None)
+    said = [{**line, "steps": steps[line["task"]]} for line in said]
+    if chosen.keep is not None:
+        with chosen.keep.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in said)
+    said = sorted([*known, *said], key=lambda line: int(line["seed"]))
+    part = chosen.quick or chosen.only is not None or chosen.first > 0
+    publish("accuracy", section(said, settings, where), quick=part)
 
 
 if __name__ == "__main__":

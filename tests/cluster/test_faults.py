@@ -54,6 +54,20 @@ def test_a_killed_rank_ends_the_run_everywhere_and_is_named(strategy, victim, op
                 assert rank.returncode == 0
 
 
+@pytest.mark.parametrize("strategy", ["daso:period=1000000,delay=1", "adpsgd:topology=pairs,replica=node"])
+def test_a_killed_mate_is_missed_after_a_few_beats_long_before_the_deadline(strategy):
+    with start(strategy, "--deadline", "30") as job:
+        for rank in job.ranks:
+            rank.expect("ready", timeout=60)
+        job.ranks[3].kill(signal.SIGKILL)
+        killed = time.monotonic()
+        job.ranks[2].expect('"error"', timeout=20)
+        report = said(job.ranks[2], "error")
+        assert report["rank"] == 3
+        assert "rank 3 is lost" in report["message"]
+        assert report["at"] - killed < 10, "silence of four beats is enough where its socket is closed"
+
+
 def test_a_stopped_rank_is_lost_after_the_deadline_and_not_before():
     with start("daso") as job:
         for rank in job.ranks:

@@ -89,7 +89,7 @@ class Channel:
         assert self._pulse is not None
         like = parcel.flat
         parcel.pack(self._slots.next(like))
-        self._slots.meeting.meet(self._pulse.check)
+        self._slots.meeting.meet(self._pulse)
         parcel.unpack([self._slots.read(rank, like) for rank in range(self.size)], divisor)
         self._count(like, 1, between=0)
 
@@ -142,7 +142,7 @@ class Channel:
         assert self._slots is not None
         assert self._pulse is not None
         self._slots.next(values).copy_(values)
-        self._slots.meeting.meet(self._pulse.check)
+        self._slots.meeting.meet(self._pulse)
         self._count(values, 1, between=0)
         return [self._slots.read(rank, values) for rank in range(self.size)]
 
@@ -158,7 +158,7 @@ class Channel:
         if self._slots is None or self._pulse is None:
             return [tuple(row) for row in self.gather(torch.tensor(numbers, dtype=torch.float64)).tolist()]
         form = struct.Struct(f"<{len(numbers)}d")
-        return [form.unpack(note) for note in self._slots.meeting.meet(self._pulse.check, form.pack(*numbers))]
+        return [form.unpack(note) for note in self._slots.meeting.meet(self._pulse, form.pack(*numbers))]
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, stacked in rank order (in scratch memory, if it is large)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +22,16 @@ FORGIVEN = 2.0  # a check this late means that this process itself was stopped
 
 
 class Pulse:
-    """One thread that beats and listens. `check()` raises once a peer is known to be lost."""
+    """One thread that beats and listens. `check()` raises once a peer is known to be lost.
 
-    def __init__(self, store: dist.Store, rank: int, *, world: int, deadline: float) -> None:
+    `names`: what the ranks are called in messages, where they are part of a larger world.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, *, world: int, deadline: float, names: Sequence[int] | None = None
+    ) -> None:
         self.store, self.rank, self.world, self.deadline = store, rank, world, deadline
+        self.names = range(world) if names is None else names
         self.interval = min(1.0, deadline / 10)
         self.step = 0
         self.fault: CommError | None = None
@@ -49,13 +55,13 @@ class Pulse:
             self._listened = now
         self._checked = now
         if self.fault is None and now - self._listened > self.deadline:
-            self.hurt(LostPeer(0, self._say(0, f"the run's store has not answered for {self.deadline:g} s")))
+            self.hurt(self._lost(0, f"the run's store has not answered for {self.deadline:g} s"))
         if self.fault is not None:
             raise self.fault
 
     def blame(self, error: BaseException) -> CommError:
         """An operation failed: wait for the heartbeats to tell who caused it, at most for the deadline."""
-        self._silence = min(self.deadline, 4 * self.interval)
+        self.suspect()
         until = time.monotonic() + self.deadline
         while time.monotonic() < until:
             try:
@@ -64,6 +70,10 @@ class Pulse:
                 return fault
             self._hurry.wait(self.interval / 4)
         return CommError(f"communication failed although every rank is alive: {error}")
+
+    def suspect(self) -> None:
+        """Somebody does not answer where it should: from now on a few beats that fail to come are enough."""
+        self._silence = min(self.deadline, 4 * self.interval)
 
     def hurt(self, fault: CommError) -> None:
         """The run cannot go on; the first reason counts."""
@@ -80,7 +90,7 @@ class Pulse:
     def waiting_for(self) -> str:
         """Where the other ranks are, for a message to somebody who waits."""
         steps = ", ".join(
-            f"rank {r} at step {self._read(r).get('step', 0)}" for r in range(self.world) if r != self.rank
+            f"rank {self.names[r]} at step {self._read(r).get('step', 0)}" for r in range(self.world) if r != self.rank
         )
         return steps or "no other rank"
 
@@ -90,7 +100,7 @@ class Pulse:
 
     def fail(self, reason: str, culprit: int | None = None) -> None:
         """Tell the others why this rank ends, then stop beating."""
-        self._end({"failed": reason, "culprit": self.rank if culprit is None else culprit})
+        self._end({"failed": reason, "culprit": self.names[self.rank] if culprit is None else culprit})
 
     def _end(self, beat: dict[str, object]) -> None:
         if self._stop.is_set():
@@ -98,7 +108,7 @@ class Pulse:
         self._stop.set()
         self._hurry.set()
         self._thread.join(timeout=self.deadline)
-        if not isinstance(self.fault, LostPeer) or self.fault.rank != 0:
+        if not isinstance(self.fault, LostPeer) or self.fault.rank != self.names[0]:
             try:
                 self._write(beat)
             except RuntimeError:  # the store went first: there is nobody left to tell
@@ -112,7 +122,7 @@ class Pulse:
                 self._listen(self.store.multi_get([f"beat/{r}" for r in range(self.world)]))
             except RuntimeError as error:
                 if not self._stop.is_set():
-                    self.hurt(LostPeer(0, self._say(0, f"the run's store is gone ({str(error).splitlines()[0]})")))
+                    self.hurt(self._lost(0, f"the run's store is gone ({str(error).splitlines()[0]})"))
                 return
             if self.fault is not None:
                 return
@@ -129,7 +139,7 @@ class Pulse:
             silent = now - self._seen[rank]
             if rank != self.rank and silent > self._silence and "left" not in self._read(rank):
                 step = self._read(rank).get("step", 0)
-                self.hurt(LostPeer(rank, self._say(rank, f"no heartbeat for {silent:.1f} s, last seen at step {step}")))
+                self.hurt(self._lost(rank, f"no heartbeat for {silent:.1f} s, last seen at step {step}"))
 
     def _read(self, rank: int) -> dict[str, Any]:
         value = self._values[rank]
@@ -138,10 +148,11 @@ class Pulse:
     def _write(self, beat: dict[str, object]) -> None:
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
-    def _say(self, rank: int, why: str) -> str:
-        return (
-            f"rank {rank} is lost: {why}. A collective run ends when a rank is lost; the parameters on this rank are as they "
-            "were before the exchange"
+    def _lost(self, rank: int, why: str) -> LostPeer:
+        return LostPeer(
+            self.names[rank],
+            f"rank {self.names[rank]} is lost: {why}. A collective run ends when a rank is lost; the parameters on this rank are as "
+            "they were before the exchange",
         )
 
 

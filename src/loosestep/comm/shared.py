@@ -14,8 +14,9 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,16 @@ LARGEST = 4 << 20
 SLICE = 0.25  # seconds between two looks at the heartbeats
 HERE = struct.Struct("<IQ")  # rank, number of the meeting; then a note
 NOTE = 256  # bytes of a note, at most
+
+
+class Watch(Protocol):
+    """Who knows about lost ranks."""
+
+    def check(self) -> None:
+        """Raise if somebody is lost."""
+
+    def suspect(self) -> None:
+        """Somebody does not answer."""
 
 
 class Meeting:
@@ -45,33 +56,45 @@ class Meeting:
         self._number = 0
         self._notes: list[dict[int, bytes]] = [{} for _ in range(size)]  # what each rank said, by meeting
 
-    def meet(self, check: Callable[[], None], note: bytes = b"") -> list[bytes]:
-        """Wait for everybody; everybody's note, in rank order. `check` is called now and then, and raises when somebody is lost."""
+    def meet(self, watch: Watch, note: bytes = b"") -> list[bytes]:
+        """Wait for everybody; everybody's note, in rank order. `watch` is asked now and then, and raises when somebody is lost."""
         self._number += 1
         message = HERE.pack(self._index, self._number) + note
         self._notes[self._index][self._number] = note
         for rank in range(self._size):
             if rank != self._index:
-                self._tell(rank, message, check)
-        while not all(self._number in notes for notes in self._notes):
+                self._tell(rank, message, watch)
+        while missing := [rank for rank, notes in enumerate(self._notes) if self._number not in notes]:
             try:
                 heard = self._socket.recv(HERE.size + NOTE)
             except TimeoutError:
-                check()
+                if not all(map(self._is_there, missing)):
+                    watch.suspect()
+                watch.check()
             else:
                 rank, number = HERE.unpack_from(heard)
                 self._notes[rank][number] = heard[HERE.size :]
         return [notes.pop(self._number) for notes in self._notes]
 
-    def _tell(self, rank: int, message: bytes, check: Callable[[], None]) -> None:
+    def _is_there(self, rank: int) -> bool:
+        """Whether a rank's socket is open; nothing is sent."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as visitor:
+            try:
+                visitor.connect(self._addresses[rank])
+            except ConnectionRefusedError:
+                return False
+            return True
+
+    def _tell(self, rank: int, message: bytes, watch: Watch) -> None:
         while True:
             try:
                 self._socket.sendto(message, self._addresses[rank])
                 return
             except TimeoutError:  # its queue is full
-                check()
+                watch.check()
             except ConnectionRefusedError:  # it is gone: the heartbeats will say so
-                check()
+                watch.suspect()
+                watch.check()
                 time.sleep(SLICE)
 
     def close(self) -> None:

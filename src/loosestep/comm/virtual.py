@@ -68,8 +68,10 @@ class Meetings:
 class VirtualPulse(Pulse):
     """Who is lost, as heartbeats would tell: a fault is heard an interval after it was said, a death four after it."""
 
-    def __init__(self, clock: Clock, rank: int, *, world: dict[int, VirtualPulse], deadline: float) -> None:
-        self.rank, self.deadline = rank, deadline
+    def __init__(
+        self, clock: Clock, rank: int, *, world: dict[int, VirtualPulse], deadline: float, names: Sequence[int]
+    ) -> None:
+        self.rank, self.deadline, self.names = rank, deadline, names
         self.interval = min(1.0, deadline / 10)
         self.step = 0
         self.fault: CommError | None = None
@@ -114,14 +116,14 @@ class VirtualPulse(Pulse):
         """Tell the others why this rank ends."""
         if not self.left:
             self.left = True
-            self._tell(self.rank if culprit is None else culprit, reason, after=self.interval)
+            self._tell(self.names[self.rank] if culprit is None else culprit, reason, after=self.interval)
 
     def die(self) -> None:
         """Killed: the others find out by themselves."""
         if not self.left:
             self.left = True
-            why = f"no heartbeat, last seen at step {self.step}"
-            self._tell(self.rank, self._say(self.rank, why), after=min(self.deadline, 4 * self.interval))
+            lost = self._lost(self.rank, f"no heartbeat, last seen at step {self.step}")
+            self._tell(lost.rank, str(lost), after=min(self.deadline, 4 * self.interval))
 
     def _tell(self, culprit: int, reason: str, *, after: float) -> None:
         for peer in self._peers.values():

@@ -36,7 +36,8 @@ simulated: ContextVar[Opener | None] = ContextVar("simulated", default=None)  # 
 
 @dataclass
 class World:
-    """The processes of a run. `store` is shared by all ranks, `pulse` is None in a world of one."""
+    """The processes of a run. `store` is shared by all ranks, `pulse` is None in a world of one. `names`: what messages
+    call the ranks, where this is a part of a larger world."""
 
     rank: int
     topology: Topology
@@ -46,6 +47,7 @@ class World:
     owned: bool  # we initialised torch.distributed, so we end it
     pulse: Pulse | None = None
     reach: Reach | None = None  # what the ranks know about their devices
+    names: Sequence[int] | None = None
 
     def agree(self, report: dict[str, object]) -> list[dict[str, object]]:
         """Publish this rank's report and read everybody's; the ranks that do not show up in time are named."""
@@ -138,14 +140,16 @@ class World:
             self.store.wait([name], timedelta(seconds=self.deadline))
             store = dist.TCPStore("127.0.0.1", int(self.store.get(name)), is_master=False, wait_for_workers=False)
         world = World(local, Topology([range(len(mates))]), self.deadline, self.prefix, store, owned=False)
-        world.reach = self.reach and self.reach.within(mates)
+        world.reach, world.names = self.reach and self.reach.within(mates), mates
         world.start_pulse()
         return world
 
     def start_pulse(self) -> None:
         """Begin to beat; the others are known to be here."""
         if self.topology.world > 1:
-            self.pulse = Pulse(self.store, self.rank, world=self.topology.world, deadline=self.deadline)
+            self.pulse = Pulse(
+                self.store, self.rank, world=self.topology.world, deadline=self.deadline, names=self.names
+            )  # fmt: skip
 
     def close(self) -> None:
         """Give back what was created here."""

@@ -121,10 +121,10 @@ class Stage:
             home=tuple(range(self.topology.world)),
         )  # fmt: skip
 
-    def pulse(self, world: World) -> VirtualPulse:
+    def pulse(self, world: VirtualWorld) -> VirtualPulse:
         """Heartbeats of a rank in a world."""
         peers = self._pulses.setdefault(world.prefix, {})
-        return VirtualPulse(self.clock, world.rank, world=peers, deadline=world.deadline)
+        return VirtualPulse(self.clock, world.rank, world=peers, deadline=world.deadline, names=world.home)
 
     def post(self, prefix: str, members: Sequence[int]) -> Post:
         """What carries the letters between the mailboxes of some ranks."""
