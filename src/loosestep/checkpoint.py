@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 import xxhash
+from safetensors.torch import load as read_tensors
+from safetensors.torch import save as write_tensors
 
 FORMAT = 1
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
@@ -53,7 +54,7 @@ def write(path: Path | str, state: Mapping[str, Any]) -> Path:
     tree = _encode(state, "", tensors, {})
     files = {
         STATE: json.dumps(tree, ensure_ascii=False, allow_nan=False).encode(),
-        TENSORS: safetensors.torch.save(tensors),
+        TENSORS: write_tensors(tensors),
     }
     files[MANIFEST] = _manifest({name: _fingerprint(data) for name, data in files.items()})
     temporary: Path | None = None
@@ -80,7 +81,7 @@ def read(path: Path | str) -> dict[str, Any]:
     expected = _read_manifest(path / MANIFEST)
     files = {name: _read_verified(path / name, expected.get(name)) for name in (STATE, TENSORS)}
     try:
-        tensors = safetensors.torch.load(files[TENSORS])
+        tensors = read_tensors(files[TENSORS])
         state = _decode(json.loads(files[STATE]), tensors)
     except (ValueError, KeyError, safetensors.SafetensorError) as problem:
         raise CheckpointError(f"{path}: written by something else or another version: {problem}") from problem
