@@ -277,6 +277,13 @@ def test_a_peer_that_sends_nan_is_quarantined_and_the_others_stay_finite(bad):
             c.boxes[2].finish(c.params[2], 10)
 
 
+@pytest.mark.parametrize(("share", "skipped"), [(1e9, False), (1e-9, True)])
+def test_a_boundary_is_skipped_while_folding_has_used_up_its_share(share, skipped):
+    with cluster(2, fold_share=share) as c:
+        c.boxes[0].boundary(c.params[0])
+        assert c.boxes[0].boundary(c.params[0]).skipped is skipped
+
+
 def test_nothing_is_left_after_close():
     def counts():
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
