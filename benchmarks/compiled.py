@@ -1,13 +1,15 @@
 """Attaching to compiled code: graphs, graph breaks and the time of a step, with and without.
 
-    python benchmarks/compiled.py [--quick]
+    python benchmarks/compiled.py [--quick] [--width 2048 --batch 4096]
 
 Two models of the same kind, one attached and one not, make their steps in turn in one process, so that whatever else the
 machine does hits both alike. The strategy never exchanges: what is compared is what attaching itself does to compiled code.
+On a GPU make the step long enough (`--width`, `--batch`) that the device and not the host decides how long it takes.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from statistics import median
@@ -26,10 +28,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[], None]
 
 
-def make(form: str, attached: bool, seed: int) -> tuple[Step, Any]:
+def make(form: str, attached: bool, seed: int, *, width: int, batch: int) -> tuple[Step, Any]:
     """One step of a training loop of which `form` is compiled, and the run it is attached to."""
     torch.manual_seed(seed)
-    width, batch = (1024, 1024) if DEVICE.type == "cuda" else (512, 256)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.GELU()))).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     x = torch.randn(batch, width, device=DEVICE)
@@ -75,18 +76,18 @@ def timed(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def compare(form: str, rounds: int, steps: int) -> dict[str, Any]:
+def compare(form: str, rounds: int, steps: int, **size: int) -> dict[str, Any]:
     """Graphs of both, and the medians of their steps round by round."""
     found: dict[str, Any] = {"form": form, "plain": [], "attached": []}
     for name in ("plain", "attached"):
-        step, run = make(form, name == "attached", seed=0)
+        step, run = make(form, name == "attached", 0, **size)
         found[f"{name} graphs"] = count(step)
         if run is not None:
             run.finish()
     for seed in range(rounds):
         torch._dynamo.reset()
-        plain, _ = make(form, False, seed)
-        attached, run = make(form, True, seed)
+        plain, _ = make(form, False, seed, **size)
+        attached, run = make(form, True, seed, **size)
         for step in (plain, attached) * 4:
             step()
         times: dict[str, list[float]] = {"plain": [], "attached": []}
@@ -104,7 +105,7 @@ def compare(form: str, rounds: int, steps: int) -> dict[str, Any]:
     return found
 
 
-def section(found: list[dict[str, Any]], rounds: int, steps: int, where: str) -> str:
+def section(found: list[dict[str, Any]], chosen: argparse.Namespace, steps: int, where: str) -> str:
     """One row a form."""
     rows = []
     for line in found:
@@ -114,20 +115,28 @@ def section(found: list[dict[str, Any]], rounds: int, steps: int, where: str) ->
         rows.append([line["form"], *graphs, milliseconds, Spread(tuple(added)).text("+.2f")])
     header = ["compiled", "graphs (breaks), plain", "attached", "ms a step, plain", "added by attaching, %"]
     return (
-        f"## torch.compile: with and without attach, {DEVICE.type}\n\n{table(header, rows)}\n\nMedian and range (least-most) of {rounds} rounds; a "
-        f"round is the median of {steps} steps of each, made in turn. Six linear layers with GELU, SGD with momentum; `{STRATEGY}`, so nothing is "
+        f"## torch.compile: with and without attach, {DEVICE.type}\n\n{table(header, rows)}\n\nMedian and range (least-most) of {chosen.rounds} rounds; a "
+        f"round is the median of {steps} steps of each, made in turn. Six linear layers of {chosen.width} with GELU, batch {chosen.batch}, SGD with momentum; `{STRATEGY}`, so nothing is "
         f"exchanged. {where}."
     )
 
 
 def main() -> None:
     """Parse, run, publish."""
-    chosen = options(__doc__, quick="one form, few steps").parse_args()
-    rounds, steps = (1, 20) if chosen.quick else (5, 200)
+    parser = options(__doc__, quick="one form, few steps")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--width", type=int, default=1024 if DEVICE.type == "cuda" else 512)
+    parser.add_argument("--batch", type=int, default=1024 if DEVICE.type == "cuda" else 256)
+    chosen = parser.parse_args()
+    chosen.rounds, steps = (1, 20) if chosen.quick else (chosen.rounds, 200)
     torch.set_num_threads(1)
     where = machine()
-    found = [compare(form, rounds, steps) for form in (FORMS[:1] if chosen.quick else FORMS)]
-    publish(here("compiled", where), section(found, rounds, steps, where), quick=chosen.quick)
+    found = [
+        compare(form, chosen.rounds, steps, width=chosen.width, batch=chosen.batch)
+        for form in (FORMS[:1] if chosen.quick else FORMS)
+    ]
+    name = here("compiled" if DEVICE.type == "cpu" else f"compiled-{DEVICE.type}", where)
+    publish(name, section(found, chosen, steps, where), quick=chosen.quick)
 
 
 if __name__ == "__main__":

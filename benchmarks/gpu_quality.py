@@ -1,0 +1,212 @@
+"""Speed and quality of the same runs: four ranks that share a GPU train a network to its end, over gloo and the loopback.
+
+    python benchmarks/gpu_quality.py --data CIFAR10 [--seeds 2] [--lines FILE] [--earlier FILES] [--seconds 500]
+
+Every run is what `loosestep train` does with the same settings: one process a rank, nothing beside them. Round by round
+(a seed each) all settings run one after the other; speeds are compared within a round. Every result is a line of JSON; with
+`--earlier` the runs in those files are not made again, and `--seconds 0` only writes the section of GPU.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common import Spread, ratios, table, write_section
+from loosestep import launch
+from loosestep.training.config import Config
+from loosestep.training.folder import RunFolder
+from recipes import Result, read_results, where
+
+GPU = Path(__file__).with_name("GPU.md")
+FREE, SYNCHRONOUS = "no communication", "synchronous"
+
+
+class Setting(NamedTuple):
+    """Four ranks, how they learn together, and at which learning rate."""
+
+    strategy: str
+    nodes: int
+    ranks_per_node: int
+    lr: float
+
+
+SETTINGS = {
+    FREE: Setting("localsgd:period=1000000000", 4, 1, 0.4),
+    SYNCHRONOUS: Setting("allreduce", 4, 1, 0.4),
+    "DASO, 4 nodes of 1 rank": Setting("daso:period=8,delay=6", 4, 1, 0.8),
+    "DASO, 2 nodes of 2 ranks": Setting("daso:period=8,delay=6", 2, 2, 0.8),
+    "AD-PSGD, randomized ring": Setting("adpsgd:topology=random-ring", 4, 1, 0.8),
+}
+WARM = 0.1  # the first part of every rank's steps does not count as speed
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="CIFAR-10; without, the digits")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", default="resnet20")
+    parser.add_argument("--width", type=float, default=4.0, help="multiplies the channels")
+    parser.add_argument("--batch", type=int, default=128, help="images per gradient")
+    parser.add_argument("--gradients", type=int, default=3140, help="of all ranks")
+    parser.add_argument(
+        "--free", type=float, default=0.33, help="the part of them that the run without communication makes"
+    )
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="settings, separated by semicolons")
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) // 4), help="of each rank")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further run after so long")
+    parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files with result lines of earlier calls")
+    parser.add_argument("--lines", type=Path, help="append result lines to this file, not only to the terminal")
+    parser.add_argument("--note", default="", help="a sentence for below the table")
+    parser.add_argument("--output", type=Path, help="the file with the section, instead of GPU.md")
+    return parser.parse_args()
+
+
+# Runs ------------------------------------------------------------------------------------------------------------------
+
+
+def train(name: str, seed: int, chosen: argparse.Namespace, root: Path) -> Result:
+    """One run; its quality, its speed and what it waited."""
+    setting = SETTINGS[name]
+    config = Config(
+        recipe="vision",
+        strategy=setting.strategy,
+        nodes=setting.nodes,
+        ranks_per_node=str(setting.ranks_per_node),
+        data=None if chosen.data is None else str(chosen.data.resolve()),
+        gradients=max(4, round(chosen.gradients * (chosen.free if name == FREE else 1.0))),
+        lr=setting.lr,
+        seed=seed,
+        device=chosen.device,
+        checkpoint_every=10**9,
+        evaluate_every=10**9,
+        options={"model": chosen.model, "width": chosen.width, "batch": chosen.batch, "schedule": "one-cycle"},
+    )
+    folder = RunFolder(root / f"{list(SETTINGS).index(name)}-{seed}")
+    folder.path.mkdir(parents=True)
+    config.write(folder.config_file)
+    command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
+    # Idle threads of one rank must not spin on the cores that the others communicate with.
+    env = {"OMP_NUM_THREADS": str(chosen.threads), "OMP_WAIT_POLICY": "passive"}
+    begin = time.monotonic()
+    with launch.start(command, nodes=setting.nodes, ranks_per_node=setting.ranks_per_node, env=env) as job:
+        job.wait()
+        tail = job.ranks[0].output[-3:]
+    known = {"name": name, "seed": seed, **setting._asdict(), "wall": time.monotonic() - begin}
+    return {**known, **judge(folder.metrics(), tail), "where": where(chosen.device)}
+
+
+def judge(lines: Sequence[dict[str, Any]], tail: Sequence[str]) -> Result:
+    """What is worth keeping of a run's metrics."""
+    final = next((line for line in lines if line["kind"] == "final"), None)
+    if final is None:
+        return {"quality": None, "problem": " ".join(tail)[-300:]}
+    ends = [line for line in lines if line["kind"] == "end"]
+    return {
+        "quality": final["metrics"]["accuracy"],
+        "gradients": final["gradients"],
+        "speed": gradients_per_second(lines),
+        "waiting": statistics.mean(line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends),
+        "exchanges_a_gradient": sum(line["exchanges"] for line in ends) / final["gradients"],
+        "megabytes_a_step": sum(line["bytes_sent"] for line in ends) / final["gradients"] / 1e6,
+        "staleness": statistics.mean(line["staleness_mean"] for line in ends),
+    }
+
+
+def gradients_per_second(lines: Sequence[dict[str, Any]]) -> float:
+    """Of all ranks, while all of them are past their first steps and none has made its last."""
+    progress = [line for line in lines if line["kind"] == "progress"]
+    ranks = {line["rank"] for line in progress}
+    made = {
+        rank: np.array([(line["time"], line["step"]) for line in progress if line["rank"] == rank], dtype=float)
+        for rank in ranks
+    }
+    begin = max(np.interp(WARM * steps[-1, 1], steps[:, 1], steps[:, 0]) for steps in made.values())
+    end = min(steps[-1, 0] for steps in made.values())
+    counted = sum(np.diff(np.interp([begin, end], steps[:, 0], steps[:, 1]))[0] for steps in made.values())
+    return float(counted / (end - begin))
+
+
+def collect(chosen: argparse.Namespace) -> list[Result]:
+    """Round by round, as long as there is time; what is known already is not run again."""
+    known = {(result["name"], result["seed"]): result for result in read_results(chosen.earlier)}
+    until = time.monotonic() + chosen.seconds
+    names = [name for name in SETTINGS if not chosen.only or name in chosen.only.split(";")]
+    with tempfile.TemporaryDirectory(prefix="loosestep-gpu-quality-") as root:
+        for seed in range(chosen.first_seed, chosen.first_seed + chosen.seeds):
+            for name in names:
+                if (name, seed) in known or time.monotonic() >= until:
+                    continue
+                known[name, seed] = result = train(name, seed, chosen, Path(root))
+                line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
+                print(line, flush=True)
+                if chosen.lines is not None:
+                    with chosen.lines.open("a") as file:
+                        file.write(line + "\n")
+    return list(known.values())
+
+
+# The section -----------------------------------------------------------------------------------------------------------
+
+
+def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
+    """One row a setting."""
+    free = {result["seed"]: result["speed"] for result in results if result["name"] == FREE}
+    rows: list[list[str]] = []
+    base: float | None = None
+    for name, setting in SETTINGS.items():
+        runs = [result for result in results if result["name"] == name and result["quality"] is not None]
+        if not runs:
+            continue
+        quality = Spread(tuple(100 * result["quality"] for result in runs))
+        base = quality.mean if name == SYNCHRONOUS else base
+        beside = [result for result in runs if result["seed"] in free]
+        share = ratios([result["speed"] for result in beside], [free[result["seed"]] for result in beside])
+        rows.append(
+            [
+                name if name == FREE else f"{name} (`{setting.strategy}`)",
+                f"{runs[0]['lr']:g}",
+                "" if name == FREE else quality.text(".1f", centre="mean"),
+                "" if name == FREE or base is None else f"{quality.mean - base:+.1f}",
+                Spread(tuple(result["speed"] for result in runs)).text(".1f"),
+                "" if name == FREE or not beside else share.text(".3f"),
+                "" if name == FREE else f"{statistics.mean(result['megabytes_a_step'] for result in runs):.1f}",
+                str(len(runs)),
+            ]
+        )
+    header = ["", "learning rate", "accuracy %", "against synchronous", "gradients/s", "of no communication", "MB sent a step", "runs"]  # fmt: skip
+    data = "the digits" if chosen.data is None else chosen.data.name
+    machines = "; ".join(sorted({result["where"] for result in results}))
+    return (
+        f"## Four ranks train to the end on one {chosen.device} device: speed and quality of the same runs\n\n{table(header, rows)}\n\n"
+        f"Written by `benchmarks/gpu_quality.py`: {data}, {chosen.model} of {chosen.width:g} times the width, batch {chosen.batch}, "
+        f"{chosen.gradients} gradients of all ranks, one-cycle; processes over gloo and the loopback, {chosen.threads} threads each, nothing beside "
+        "them. Accuracy: mean (least-most) over the seeds, of the model that `finish()` leaves on all ranks. Speed: median (least-most), from the "
+        f"time all ranks have made {WARM:.0%} of their steps until the first has made its last; ratios within a round (a seed). Start-up, evaluation "
+        f"and finish are not counted. The run without communication makes {chosen.free:.0%} of the gradients. {chosen.note}\n\n{machines}."
+    )
+
+
+def main() -> None:
+    chosen = parse()
+    if chosen.data is not None and not chosen.data.is_dir():
+        sys.exit(f"no data at {chosen.data}: they are not part of the project")
+    text = section(collect(chosen), chosen)
+    print(f"\n{text}")
+    write_section("gpu-quality", text, path=chosen.output or GPU)
+
+
+if __name__ == "__main__":
+    main()
