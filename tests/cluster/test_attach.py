@@ -3,6 +3,7 @@
 import gc
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,12 +210,17 @@ def test_ranks_that_see_the_same_data_are_warned_once(spec, topology):
 # Life cycle -----------------------------------------------------------------------------------------------------------
 
 
+def network_threads() -> int:
+    """Gloo has one for each of its ways into the network."""
+    return sum("gloo_tcp" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+
 def life(rank: int, spec: str, steps: int = 7):
-    threads, model = threading.active_count(), linear(seed=rank)
+    threads, network, model = threading.active_count(), network_threads(), linear(seed=rank)
     optimizer = sgd(model)
     start = flat(model)
     with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=10) as run:
-        aligned = flat(model)
+        aligned, shared = flat(model), network_threads() - network
         for step in range(steps):
             run.observe(one_step(model, optimizer, rank, step))
         before, last = flat(model), dict(run.stats)
@@ -230,6 +236,7 @@ def life(rank: int, spec: str, steps: int = 7):
         "after": after,
         "end": flat(model),
         "threads": threading.active_count() - threads,
+        "network threads": (shared, network_threads() - network),
         "stats": last,
     }
 
@@ -257,6 +264,7 @@ def test_a_run_from_attach_to_finish(spec):
         assert torch.equal(result["after"], result["before"])  # consensus changes nothing
         assert torch.equal(result["end"], first["end"])  # bit-identical at the end
         assert result["threads"] == 0
+        assert result["network threads"] == (1, 0)  # all groups of a run share one, which ends with it
         assert result["stats"]["steps"] == 7
     mean = torch.stack([result["before"] for result in results]).mean(0)
     torch.testing.assert_close(first["inside"], mean, rtol=1e-5, atol=1e-6)

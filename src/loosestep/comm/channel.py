@@ -7,6 +7,7 @@ but a result that depends on nothing except the values, so that a simulator can 
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ class Channel:
         store: dist.Store | None,
         pulse: Pulse | None,
         nodes: Sequence[int],
+        devices: Sequence[ProcessGroupGloo.Device] = (),
     ) -> None:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
@@ -60,7 +62,7 @@ class Channel:
         if self.size > 1 and pulse is not None and store is not None:
             members = dist.PrefixStore(f"{name}/{'-'.join(map(str, self.ranks))}", store)
             try:
-                self._group = ProcessGroupGloo(members, self.index, self.size, timedelta(seconds=pulse.deadline))
+                self._group = open_group(members, self.index, self.size, devices=devices, timeout=pulse.deadline)
             except RuntimeError as error:
                 raise pulse.blame(error) from error
             if self._strangers == 0:
@@ -105,7 +107,9 @@ class Channel:
         elif self.size == 2 and flat.dtype in (torch.float32, torch.float64):
             self._add_pair(flat)
         elif self._group is not None or self.size > 1:
-            flat.copy_(self.share(self.part(flat, lanes).to(flat.dtype), lanes).view(-1))
+            shards = flat.view(lanes, -1)
+            shards[min(self.index, lanes - 1)] = self.part(flat, lanes)
+            self.share(shards)
 
     def part(self, flat: torch.Tensor, lanes: int) -> torch.Tensor:
         """The sum over all ranks of the part of `flat` that belongs to this rank's lane."""
@@ -124,18 +128,18 @@ class Channel:
             out[begin : begin + width] = piece
         return out
 
-    def share(self, part: torch.Tensor, lanes: int) -> torch.Tensor:
-        """The parts of all lanes, stacked; ranks beyond the last lane only receive."""
+    def share(self, shards: torch.Tensor) -> None:
+        """Fill in the other lanes' rows; the row of this rank's lane is there. Ranks beyond the last lane only receive."""
+        lanes = len(shards)
+        mine = min(self.index, lanes - 1)
         if self._slots is None:
-            return self.gather(part)[:lanes]
-        out = part.new_empty((lanes, part.numel()))
-        for piece, columns in zip(
-            self._slots.pieces(part), out.split(self._slots.capacity // part.element_size(), 1), strict=True
-        ):
-            everybody = self._put(piece)
+            shards.copy_(self.gather(shards[mine].contiguous())[:lanes])
+            return
+        for columns in shards.split(self._slots.capacity // shards.element_size(), 1):
+            everybody = self._put(columns[mine])
             for lane in range(lanes):
-                columns[lane] = everybody[lane]
-        return out
+                if lane != self.index:
+                    columns[lane] = everybody[lane]
 
     def _put(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Show values to the other ranks of the node and see theirs, through shared memory."""
@@ -256,6 +260,28 @@ class Channel:
         size = tensor.numel() * tensor.element_size()
         self.bytes_sent += size * times
         self.bytes_between_nodes += size * between
+
+
+def open_devices() -> list[ProcessGroupGloo.Device]:
+    """Gloo's way into the network: those interfaces that the user names, as torch does it.
+
+    Each has a thread that wakes up a hundred times a second, so the groups of a run share them.
+    """
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [ProcessGroupGloo.create_device(interface=name) for name in named] or [
+        ProcessGroupGloo.create_default_device()
+    ]
+
+
+def open_group(
+    store: dist.Store, index: int, size: int, *, devices: Sequence[ProcessGroupGloo.Device], timeout: float
+) -> ProcessGroupGloo:
+    """A group of gloo that is nobody's default group."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
+    options._devices = list(devices)
+    options._threads = 2 * len(devices)
+    options._timeout = timedelta(seconds=timeout)
+    return ProcessGroupGloo(store, index, size, options)
 
 
 def ordered_sum(parts: Sequence[torch.Tensor], weights: Sequence[int] | None = None) -> torch.Tensor:

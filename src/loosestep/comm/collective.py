@@ -239,9 +239,8 @@ class Collective:
             if lane is not None:
                 spread = self._average_lane(mine, lane, delta=delta)
             if node.size > 1:
-                for begin in range(0, mine.numel(), PIECE):
-                    piece = slice(begin, begin + PIECE)
-                    shards[:, piece] = node.share(mine[piece].contiguous(), self._x.lanes)
+                for piece in shards.split(PIECE, 1):
+                    node.share(piece)
         else:
             if index == offer.lane and lane is not None:
                 spread = self._average_lane(wire, lane, delta=delta)
@@ -380,10 +379,14 @@ class Collective:
             lane = _have(lane)
             flat.copy_(lane.mean(flat, None, len(set(self.present) & set(lane.ranks))))
         else:
-            part = node.part(flat, lanes).to(flat.dtype) if node.size > 1 else flat
+            shards = flat.view(lanes, -1)
+            mine = shards[min(node.index, lanes - 1)]
+            if node.size > 1:
+                mine.copy_(node.part(flat, lanes))
             if lane is not None:
-                part = lane.mean(part, None, self._contributors)
-            flat.copy_(node.share(part, lanes).view(-1) if node.size > 1 else part)
+                mine.copy_(lane.mean(mine, None, self._contributors))
+            if node.size > 1:
+                node.share(shards)
 
     @property
     def _channels(self) -> Channels:

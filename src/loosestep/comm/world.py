@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
 
-from loosestep.comm.channel import Channel
+from loosestep.comm.channel import Channel, open_devices
 from loosestep.comm.mailbox import Mailbox
 from loosestep.comm.near import NearChannel, Reach
 from loosestep.comm.pulse import Pulse, connect
@@ -72,9 +74,15 @@ class World:
 
         def channel(ranks: Sequence[int]) -> Channel:
             nodes = [self.topology.node_of(rank) for rank in ranks]
-            return Channel(ranks, self.rank, name=name, store=store, pulse=self.pulse, nodes=nodes)
+            return Channel(
+                ranks, self.rank, name=name, store=store, pulse=self.pulse, nodes=nodes, devices=self._devices
+            )
 
         return channel
+
+    @cached_property
+    def _devices(self) -> list[ProcessGroupGloo.Device]:
+        return open_devices()
 
     def near_channel(self, name: str, ranks: Sequence[int]) -> Channel:
         """A channel for values on this rank's device; one for a rank alone has nobody to carry them to."""
@@ -153,6 +161,7 @@ class World:
 
     def close(self) -> None:
         """Give back what was created here."""
+        self.__dict__.pop("_devices", None)
         if self.owned and dist.is_initialized():
             dist.destroy_process_group()
             self.owned = False
