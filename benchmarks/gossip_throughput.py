@@ -138,7 +138,7 @@ def main() -> None:
         nodes=4,
         ranks_per_node=1,
         show=lambda line: (
-            f"round {line['round']}  {line['megabytes']:>2} MB  slow {line['slow']:>2}x  {line['variant']:<28}{line['speed']:8.1f} gradients/s"
+            f"round {line['round']}  {line['megabytes']:>2} MB  slow {line['slow']:>2}x  {line['variant']:<28}{line['speed']:8.1f} gradients/s  {line['rate']:.2f} exchanges a step"
         ),
     )
     publish(here("gossip", where), section(said, settings, where), quick=quick)

@@ -1,6 +1,7 @@
 """Speed and quality of the same runs: four ranks that share a GPU train a network to its end, over gloo and the loopback.
 
     python benchmarks/gpu_quality.py --data CIFAR10 [--seeds 2] [--lines FILE] [--earlier FILES] [--seconds 500]
+    python benchmarks/gpu_quality.py --data CIFAR10 --try "DASO, 4 nodes of 1 rank=daso:period=2,delay=2@0.8"    instead of all settings
 
 Every run is what `loosestep train` does with the same settings: one process a rank, nothing beside them. Round by round
 (a seed each) all settings run one after the other; speeds are compared within a round. Every result is a line of JSON; with
@@ -41,6 +42,14 @@ class Setting(NamedTuple):
     lr: float
 
 
+class Trial(NamedTuple):
+    """One run."""
+
+    name: str
+    setting: Setting
+    seed: int
+
+
 SETTINGS = {
     FREE: Setting("localsgd:period=1000000000", 4, 1, 0.4),
     SYNCHRONOUS: Setting("allreduce", 4, 1, 0.4),
@@ -64,7 +73,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="settings, separated by semicolons")
+    parser.add_argument("--only", help="settings, separated by semicolons")
+    parser.add_argument(
+        "--try", dest="tried", action="append", default=[], help="a setting otherwise: NAME=STRATEGY@RATE"
+    )
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) // 4), help="of each rank")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further run after so long")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files with result lines of earlier calls")
@@ -77,9 +89,9 @@ def parse() -> argparse.Namespace:
 # Runs ------------------------------------------------------------------------------------------------------------------
 
 
-def train(name: str, seed: int, chosen: argparse.Namespace, root: Path) -> Result:
+def train(trial: Trial, chosen: argparse.Namespace, folder: RunFolder) -> Result:
     """One run; its quality, its speed and what it waited."""
-    setting = SETTINGS[name]
+    name, setting, seed = trial
     config = Config(
         recipe="vision",
         strategy=setting.strategy,
@@ -94,8 +106,7 @@ def train(name: str, seed: int, chosen: argparse.Namespace, root: Path) -> Resul
         evaluate_every=10**9,
         options={"model": chosen.model, "width": chosen.width, "batch": chosen.batch, "schedule": "one-cycle"},
     )
-    folder = RunFolder(root / f"{list(SETTINGS).index(name)}-{seed}")
-    folder.path.mkdir(parents=True)
+    folder.path.mkdir()
     config.write(folder.config_file)
     command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
     # Idle threads of one rank must not spin on the cores that the others communicate with.
@@ -139,17 +150,31 @@ def gradients_per_second(lines: Sequence[dict[str, Any]]) -> float:
     return float(counted / (end - begin))
 
 
+def settings(chosen: argparse.Namespace) -> list[tuple[str, Setting]]:
+    """Those to run in every round."""
+    names = list(SETTINGS) if chosen.only is None and not chosen.tried else (chosen.only or "").split(";")
+    found = [(name, SETTINGS[name]) for name in names if name]
+    for text in chosen.tried:
+        name, _, other = text.partition("=")
+        strategy, _, lr = other.rpartition("@")
+        found.append((name, SETTINGS[name]._replace(strategy=strategy, lr=float(lr))))
+    return found
+
+
+def trial_of(result: Result) -> Trial:
+    return Trial(result["name"], Setting(*(result[field] for field in Setting._fields)), result["seed"])
+
+
 def collect(chosen: argparse.Namespace) -> list[Result]:
     """Round by round, as long as there is time; what is known already is not run again."""
-    known = {(result["name"], result["seed"]): result for result in read_results(chosen.earlier)}
+    known = {trial_of(result): result for result in read_results(chosen.earlier)}
     until = time.monotonic() + chosen.seconds
-    names = [name for name in SETTINGS if not chosen.only or name in chosen.only.split(";")]
     with tempfile.TemporaryDirectory(prefix="loosestep-gpu-quality-") as root:
         for seed in range(chosen.first_seed, chosen.first_seed + chosen.seeds):
-            for name in names:
-                if (name, seed) in known or time.monotonic() >= until:
+            for trial in (Trial(name, setting, seed) for name, setting in settings(chosen)):
+                if trial in known or time.monotonic() >= until:
                     continue
-                known[name, seed] = result = train(name, seed, chosen, Path(root))
+                known[trial] = result = train(trial, chosen, RunFolder(Path(root) / str(len(known))))
                 line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
                 print(line, flush=True)
                 if chosen.lines is not None:
@@ -162,14 +187,14 @@ def collect(chosen: argparse.Namespace) -> list[Result]:
 
 
 def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
-    """One row a setting."""
+    """One row a setting and what else was tried for it."""
     free = {result["seed"]: result["speed"] for result in results if result["name"] == FREE}
     rows: list[list[str]] = []
     base: float | None = None
-    for name, setting in SETTINGS.items():
-        runs = [result for result in results if result["name"] == name and result["quality"] is not None]
-        if not runs:
-            continue
+    order = list(SETTINGS)
+    groups = dict.fromkeys(trial_of(result)[:2] for result in results if result["quality"] is not None)
+    for name, setting in sorted(groups, key=lambda group: order.index(group[0])):
+        runs = [r for r in results if r["quality"] is not None and trial_of(r)[:2] == (name, setting)]
         quality = Spread(tuple(100 * result["quality"] for result in runs))
         base = quality.mean if name == SYNCHRONOUS else base
         beside = [result for result in runs if result["seed"] in free]
@@ -177,7 +202,7 @@ def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
         rows.append(
             [
                 name if name == FREE else f"{name} (`{setting.strategy}`)",
-                f"{runs[0]['lr']:g}",
+                f"{setting.lr:g}",
                 "" if name == FREE else quality.text(".1f", centre="mean"),
                 "" if name == FREE or base is None else f"{quality.mean - base:+.1f}",
                 Spread(tuple(result["speed"] for result in runs)).text(".1f"),
