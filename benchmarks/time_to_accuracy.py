@@ -2,16 +2,18 @@
 
     python benchmarks/time_to_accuracy.py [--task digits|cifar10|an4] [--quick]       (Linux, root; make peers before)
 
-Two nodes of two ranks. Every peer trains for the same time with the same model, first parameters, batches and learning rate. A rank keeps
+Two nodes of two ranks. Every peer trains for the same time with the same model, first parameters and batches, at a learning rate of its
+own: the one with which it ends best at the last bandwidth and the first seed, found by climbing from a common one. A rank keeps
 a copy of its model now and then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on the test
 set. So nobody is stopped, and local models count as what they would be saved as. CIFAR-10 and AN4 are read from ../shared/data and
-left out where they are not there.
+left out where they are not there. Every run is kept in runs/bench/; with `--earlier` those are not made again.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from common import Spread, table
 from harness import tasks
 from harness.cluster import Block, Cluster
-from harness.script import finish, keep, lineup, machine, parser, plot, progress, require_root
+from harness.script import RAW, finish, keep, lineup, machine, parser, partial, plot, progress, require_root
 from harness.tasks import TITLES
 from peers import FREE, Peer, find
 
@@ -46,6 +48,12 @@ class Plan:
             return math.nan
         return SHARE * max(ends) if self.higher else min(ends) / SHARE
 
+    def value(self, curve: list[float]) -> float:
+        """How good the end of a run is: more is better, a run that failed or diverged the worst."""
+        if not curve or math.isnan(curve[-1]):
+            return -math.inf
+        return curve[-1] if self.higher else -curve[-1]
+
     def reached(self, qualities: list[float], target: float) -> float:
         """Seconds until the target is met for the first time; inf if it is not."""
         for number, quality in enumerate(qualities):
@@ -59,6 +67,8 @@ PLANS = {
     "cifar10": Plan(lasts=15.0, every=0.5, seconds=0.04),
     "an4": Plan(lasts=24.0, every=1.0, seconds=0.05, higher=False),
 }
+STEP = 2.5  # from one learning rate to the next
+FARTHEST = 3  # steps from where the search begins
 LEFT_OUT = ("accelerate", "complete", "allreduce", "adpsgd:topology=pairs", "hivemind", "hierarchical")
 QUICK = ("torch DDP", "daso:period=4,delay=1")
 Curves = dict[tuple[str, str], list[list[float]]]
@@ -68,6 +78,7 @@ Curves = dict[tuple[str, str], list[list[float]]]
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--task", choices=list(PLANS), action="append", help="all three unless given")
+    options.add_argument("--earlier", action="store_true", help="do not make the runs of earlier calls again")
     options.add_argument("--bandwidth", action="append", help="as in 100mbit; nothing is written")
     chosen = options.parse_args()
     require_root()
@@ -77,6 +88,58 @@ def main() -> None:
             print(f"{name}: {tasks.missing(name)}; left out")
             continue
         measure(name, chosen)
+
+
+class Trials:
+    """The runs of one task, each kept as a line of JSON as soon as it is made."""
+
+    def __init__(self, name: str, plan: Plan, cluster: Cluster, options: Any) -> None:
+        self._name, self._plan, self._cluster = name, plan, cluster
+        self._lasts = 3.0 if options.quick else plan.lasts
+        self._file = None if partial(options) else RAW / f"time-to-accuracy-{name}-trials.jsonl"
+        self._known: dict[tuple[str, str, float, int], list[float]] = {}
+        if self._file is not None and not options.earlier:
+            self._file.unlink(missing_ok=True)
+        if self._file is not None and self._file.exists():
+            for line in map(json.loads, self._file.read_text().splitlines()):
+                self._known[line["bandwidth"], line["peer"], line["lr"], line["seed"]] = line["curve"]
+
+    def curve(self, peer: Peer, bandwidth: str, lr: float, seed: int) -> list[float]:
+        """Qualities, one every `Plan.every` seconds; none where the peer failed."""
+        key = (bandwidth, peer.name, lr, seed)
+        if key not in self._known:
+            self._known[key] = self._train(peer, bandwidth, lr, seed)
+            if self._file is not None:
+                line = {"bandwidth": bandwidth, "peer": peer.name, "lr": lr, "seed": seed, "curve": self._known[key]}
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                with self._file.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        return self._known[key]
+
+    def _train(self, peer: Peer, bandwidth: str, lr: float, seed: int) -> list[float]:
+        plan, lasts = self._plan, self._lasts
+        work = {"kind": "task", "name": self._name, "seconds": plan.seconds, "lr": lr}
+        block = Block(peer.name, work, window=lasts, warmup=0.0, seed=seed, snapshots=plan.every, deadline=lasts + 2)
+        outcome = self._cluster.run(block, bandwidth=bandwidth)
+        found: list[float] = []
+        if not outcome.failed:
+            found = tasks.judge(self._name, seed, self._cluster.snapshots(outcome), count=round(lasts / plan.every))
+        print(f"      {bandwidth}, rate {lr:g}: at the end {found[-1:]} {outcome.failed or ''}", flush=True)
+        return found
+
+
+def climb(value: Callable[[float], float], begin: float) -> float:
+    """The best rate: up from where it begins as long as that helps, else down."""
+    best = begin
+    for factor in (STEP, 1 / STEP):
+        for number in range(1, FARTHEST + 1):
+            rate = round(begin * factor**number, 6)
+            if value(rate) <= value(best):
+                break
+            best = rate
+        if best != begin:
+            break
+    return best
 
 
 def measure(name: str, options: Any) -> None:
@@ -89,48 +152,41 @@ def measure(name: str, options: Any) -> None:
     bandwidths = options.bandwidth or (BANDWIDTHS[1:] if options.quick else BANDWIDTHS)
     seeds = options.rounds or 1
     tasks.build(name, 0)  # decodes into the cache, once instead of on every rank
-    curves: Curves = {(rate, peer.name): [] for rate in bandwidths for peer in peers}
-    work = {"kind": "task", "name": name, "seconds": plan.seconds}
-    lasts = 3.0 if options.quick else plan.lasts
-    todo = [(seed, rate, peer) for seed in range(seeds) for rate in bandwidths for peer in peers]
+    curves: Curves = {}
+    rates: dict[str, float] = {}
     with Cluster(2, 2, preload="harness.tasks,sklearn.datasets,kaldi_native_fbank") as cluster:
-        for seed, rate, peer in progress(todo, lambda item: f"seed {item[0]}  {item[1]}  {item[2].name}"):
-            block = Block(
-                peer.name, work, window=lasts, warmup=0.0, seed=seed, snapshots=plan.every, deadline=lasts + 2
-            )
-            outcome = cluster.run(block, bandwidth=rate)
-            qualities = (
-                []
-                if outcome.failed
-                else tasks.judge(name, seed, cluster.snapshots(outcome), count=round(lasts / plan.every))
-            )
-            curves[rate, peer.name].append(qualities)
-            print(
-                f"      at the end {qualities[-1:]} {outcome.failed or ''}",
-                flush=True,
-            )
+        trials = Trials(name, plan, cluster, options)
+        for peer in progress(peers, lambda peer: peer.name):
+
+            def value(lr: float, peer: Peer = peer) -> float:
+                return plan.value(trials.curve(peer, bandwidths[-1], lr, 0))
+
+            lr = rates[peer.name] = tasks.RATES[name] if options.quick else climb(value, tasks.RATES[name])
+            for rate in bandwidths:
+                curves[rate, peer.name] = [trials.curve(peer, rate, lr, seed) for seed in range(seeds)]
     target = plan.target(curve for (_, p), found in curves.items() if not find(p).ours for curve in found)
-    lines = ({"rate": r, "peer": p, "curves": c, "target": target} for (r, p), c in curves.items())
+    lines = ({"rate": r, "peer": p, "lr": rates[p], "curves": c, "target": target} for (r, p), c in curves.items())
     keep(f"time-to-accuracy-{name}", lines, options)
     section = f"time-to-accuracy-{name}"
     goal = f"{target:.1%} test accuracy" if plan.higher else f"a test loss of {target:.3f}"
-    text = f"## Time to accuracy: {TITLES[name]}\n\n{rows_of(plan, target, bandwidths, peers, curves)}\n\n"
+    text = f"## Time to accuracy: {TITLES[name]}\n\n{rows_of(plan, target, bandwidths, rates, curves)}\n\n"
     text += picture(section, plan, target, bandwidths[0], peers, curves, options)
     text += (
-        f"\nSeconds until the average of the ranks' models has {goal} (95 % of the best that a peer reaches in this time), judged every {plan.every:g} s, and its quality after {lasts:g} s; median "
-        f"(least-most) of {seeds} seed(s). Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate "
-        f"{tasks.RATES[name]:g}, batch {tasks.OPTIONS[name]['batch']} a rank."
+        f"\nSeconds until the average of the ranks' models has {goal} (95 % of the best that a peer reaches in this time), judged every {plan.every:g} s, and its quality after {plan.lasts:g} s; median "
+        f"(least-most) of {seeds} seed(s). Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, "
+        f"for every peer the one with which it ended best at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
+        f"batch {tasks.OPTIONS[name]['batch']} a rank."
     )
     finish(section, text, options, where=where, measured=peers)
 
 
-def rows_of(plan: Plan, target: float, bandwidths: tuple[str, ...], peers: list[Peer], curves: Curves) -> str:
+def rows_of(plan: Plan, target: float, bandwidths: tuple[str, ...], rates: dict[str, float], curves: Curves) -> str:
     """A pair of columns for each bandwidth."""
     rows = []
-    for peer in peers:
-        row = [peer.label]
+    for peer, lr in rates.items():
+        row = [find(peer).label, f"{lr:g}"]
         for rate in bandwidths:
-            found = curves[rate, peer.name]
+            found = curves[rate, peer]
             ends = tuple(qualities[-1] for qualities in found if qualities)
             row.append(
                 Spread(tuple(plan.reached(qualities, target) for qualities in found))
@@ -140,7 +196,7 @@ def rows_of(plan: Plan, target: float, bandwidths: tuple[str, ...], peers: list[
             row.append(Spread(ends).text(".3f") if ends else "failed")
         rows.append(row)
     headers = [text for rate in bandwidths for text in (f"s to target, {rate}", f"at the end, {rate}")]
-    return table(["", *headers], rows)
+    return table(["", "learning rate", *headers], rows)
 
 
 def picture(name: str, plan: Plan, target: float, rate: str, peers: list[Peer], curves: Curves, options: Any) -> str:

@@ -139,6 +139,7 @@ __all__ = [
     "lineup",
     "machine",
     "parser",
+    "partial",
     "plot",
     "progress",
     "require_root",

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 FOLDERS = {"digits": None, "cifar10": "cifar10", "an4": "an4"}
 RATES = {"digits": 0.02, "cifar10": 0.02, "an4": 4e-3}
+"""Where the search for a peer's learning rate begins."""
 QUALITY = {"digits": "accuracy", "cifar10": "accuracy", "an4": "loss"}
 TITLES = {
     "digits": "scikit-learn digits, a perceptron of 1.2 MB",
@@ -80,10 +81,10 @@ def build(name: str, seed: int) -> Task[Any]:
 
 
 class TaskWork(Work):
-    """One rank's share of a task: its own batches, the same model and learning rate for every peer."""
+    """One rank's share of a task: its own batches, the same model for every peer."""
 
-    def __init__(self, *, name: str, seconds: float, pace: Pace, seed: int, rank: int, world: int) -> None:
-        self.task, self.name = build(name, seed), name
+    def __init__(self, *, name: str, seconds: float, lr: float, pace: Pace, seed: int, rank: int, world: int) -> None:
+        self.task, self.lr = build(name, seed), lr
         self.seconds, self.pace, self.rank, self.world = seconds, pace, rank, world
         self.clip = self.task.training.clip or 0.0
         self.batch = OPTIONS[name]["batch"]
@@ -97,8 +98,8 @@ class TaskWork(Work):
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """As the recipe trains: SGD with momentum for images, AdamW for speech; constant rate, no decay."""
         if self.task.training.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=RATES[self.name], momentum=0.9)
-        return torch.optim.AdamW(parameters, lr=RATES[self.name], weight_decay=0.01)
+            return torch.optim.SGD(parameters, lr=self.lr, momentum=0.9)
+        return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.01)
 
     def losses(self, model: nn.Module) -> Iterator[Tensor]:
         for batch in self.task.stream(learner=self.rank, learners=self.world):

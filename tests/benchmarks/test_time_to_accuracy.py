@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from time_to_accuracy import Plan
+from time_to_accuracy import STEP, Plan, climb
 
 PLAN = Plan(lasts=1.0, every=0.25, seconds=0.0)
 
@@ -24,3 +24,20 @@ def test_the_first_moment_at_or_past_the_target_counts() -> None:
 def test_a_target_that_is_never_met_takes_for_ever() -> None:
     assert PLAN.reached([0.1, 0.2], 0.8) == math.inf
     assert PLAN.reached([], 0.8) == math.inf
+
+
+@pytest.mark.parametrize("steps", [-3, -1, 0, 1, 2, 3])
+def test_the_search_finds_the_best_rate_on_either_side(steps: int) -> None:
+    tried = []
+
+    def value(rate: float) -> float:
+        tried.append(rate)
+        return -abs(math.log(rate / 0.02) / math.log(STEP) - steps)
+
+    assert climb(value, 0.02) == pytest.approx(0.02 * STEP**steps, rel=1e-3)
+    assert len(set(tried)) <= abs(steps) + 3
+
+
+def test_a_run_that_failed_or_diverged_is_worse_than_any_other() -> None:
+    for plan in (PLAN, Plan(lasts=1.0, every=0.25, seconds=0.0, higher=False)):
+        assert plan.value([]) == plan.value([0.5, math.nan]) < plan.value([0.1, 9.0])
