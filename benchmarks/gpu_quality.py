@@ -53,9 +53,9 @@ class Trial(NamedTuple):
 SETTINGS = {
     FREE: Setting("localsgd:period=1000000000", 4, 1, 0.4),
     SYNCHRONOUS: Setting("allreduce", 4, 1, 0.4),
-    "DASO, 4 nodes of 1 rank": Setting("daso:period=8,delay=6", 4, 1, 0.8),
+    "DASO, 4 nodes of 1 rank": Setting("daso:period=1,delay=1", 4, 1, 0.8),
     "DASO, 2 nodes of 2 ranks": Setting("daso:period=8,delay=6", 2, 2, 0.8),
-    "AD-PSGD, randomized ring": Setting("adpsgd:topology=random-ring", 4, 1, 0.8),
+    "AD-PSGD, randomized ring": Setting("adpsgd:topology=random-ring,cpu_share=1.0", 4, 1, 0.8),
 }
 WARM = 0.1  # the first part of every rank's steps does not count as speed
 
@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="resnet20")
     parser.add_argument("--width", type=float, default=4.0, help="multiplies the channels")
     parser.add_argument("--batch", type=int, default=128, help="images per gradient")
-    parser.add_argument("--gradients", type=int, default=3140, help="of all ranks")
+    parser.add_argument("--gradients", type=int, default=2512, help="of all ranks")
     parser.add_argument(
         "--free", type=float, default=0.33, help="the part of them that the run without communication makes"
     )
@@ -190,21 +190,21 @@ def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
     """One row a setting and what else was tried for it."""
     free = {result["seed"]: result["speed"] for result in results if result["name"] == FREE}
     rows: list[list[str]] = []
-    base: float | None = None
+    synchronous = {result["seed"]: result["quality"] for result in results if result["name"] == SYNCHRONOUS}
     order = list(SETTINGS)
     groups = dict.fromkeys(trial_of(result)[:2] for result in results if result["quality"] is not None)
     for name, setting in sorted(groups, key=lambda group: order.index(group[0])):
         runs = [r for r in results if r["quality"] is not None and trial_of(r)[:2] == (name, setting)]
         quality = Spread(tuple(100 * result["quality"] for result in runs))
-        base = quality.mean if name == SYNCHRONOUS else base
         beside = [result for result in runs if result["seed"] in free]
+        gained = [100 * (r["quality"] - synchronous[r["seed"]]) for r in runs if r["seed"] in synchronous]
         share = ratios([result["speed"] for result in beside], [free[result["seed"]] for result in beside])
         rows.append(
             [
                 name if name == FREE else f"{name} (`{setting.strategy}`)",
                 f"{setting.lr:g}",
                 "" if name == FREE else quality.text(".1f", centre="mean"),
-                "" if name == FREE or base is None else f"{quality.mean - base:+.1f}",
+                "" if name in (FREE, SYNCHRONOUS) or not gained else f"{statistics.mean(gained):+.1f}",
                 Spread(tuple(result["speed"] for result in runs)).text(".1f"),
                 "" if name == FREE or not beside else share.text(".3f"),
                 "" if name == FREE else f"{statistics.mean(result['megabytes_a_step'] for result in runs):.1f}",
@@ -218,7 +218,7 @@ def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
         f"## Four ranks train to the end on one {chosen.device} device: speed and quality of the same runs\n\n{table(header, rows)}\n\n"
         f"Written by `benchmarks/gpu_quality.py`: {data}, {chosen.model} of {chosen.width:g} times the width, batch {chosen.batch}, "
         f"{chosen.gradients} gradients of all ranks, one-cycle; processes over gloo and the loopback, {chosen.threads} threads each, nothing beside "
-        "them. Accuracy: mean (least-most) over the seeds, of the model that `finish()` leaves on all ranks. Speed: median (least-most), from the "
+        "them. Accuracy: mean (least-most) over the seeds, of the model that `finish()` leaves on all ranks; the difference seed by seed. Speed: median (least-most), from the "
         f"time all ranks have made {WARM:.0%} of their steps until the first has made its last; ratios within a round (a seed). Start-up, evaluation "
         f"and finish are not counted. The run without communication makes {chosen.free:.0%} of the gradients. {chosen.note}\n\n{machines}."
     )
