@@ -208,10 +208,11 @@ def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
                 Spread(tuple(result["speed"] for result in runs)).text(".1f"),
                 "" if name == FREE or not beside else share.text(".3f"),
                 "" if name == FREE else f"{statistics.mean(result['megabytes_a_step'] for result in runs):.1f}",
+                "" if name == FREE else f"{statistics.mean(result['staleness'] for result in runs):.1f}",
                 str(len(runs)),
             ]
         )
-    header = ["", "learning rate", "accuracy %", "against synchronous", "gradients/s", "of no communication", "MB sent a step", "runs"]  # fmt: skip
+    header = ["", "learning rate", "accuracy %", "against synchronous", "gradients/s", "of no communication", "MB sent a step", "staleness", "runs"]  # fmt: skip
     data = "the digits" if chosen.data is None else chosen.data.name
     machines = "; ".join(sorted({result["where"] for result in results}))
     return (
