@@ -50,6 +50,13 @@ bench: $(PEERS)/.ready
 	$(BIN)/python benchmarks/gossip_cpu.py
 	$(BIN)/python benchmarks/attach_overhead.py
 	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/gossip_accuracy.py
+	$(BIN)/python benchmarks/compiled.py
+	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/published_shapes.py
+	$(BIN)/python benchmarks/simulated_learners.py
+	$(BIN)/python benchmarks/simulated_accuracy.py
+	$(BIN)/python benchmarks/replay.py
 
 bench-quick: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/throughput.py --quick

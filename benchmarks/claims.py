@@ -2,19 +2,19 @@
 
     python benchmarks/claims.py
 
-Reads runs/bench/, which the benchmarks leave; a claim whose benchmark has not run here keeps its link and says so.
+Reads results/bench/, which the benchmarks leave; a claim without raw figures keeps its row.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import statistics
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import write_section
+from common import Spread, ratios, write_section
 from harness.script import RAW
 from peers import FREE, find
 from time_to_accuracy import PLANS, TITLES
@@ -34,11 +34,7 @@ def best(figures: dict[str, float], *, ours: bool, least: bool = False) -> tuple
 def shares(lines: Lines, case: str, key: str = "speeds") -> dict[str, float]:
     """By peer: the median over the rounds of the share of no communication."""
     of_case = {line["peer"]: [_total(figure) for figure in line[key]] for line in lines if line["case"] == case}
-    free = of_case[FREE]
-    return {
-        peer: statistics.median(value / base for value, base in zip(values, free, strict=True))
-        for peer, values in of_case.items()
-    }
+    return {peer: ratios(values, of_case[FREE]).median for peer, values in of_case.items()}
 
 
 def _total(figure: float | list[float]) -> float:
@@ -60,7 +56,9 @@ def accuracy(task: str) -> Callable[[Lines], str]:
         told = []
         for rate in sorted({line["rate"] for line in lines}):
             reached = {
-                line["peer"]: statistics.median(PLANS[task].reached(curve, line["target"]) for curve in line["curves"])
+                line["peer"]: Spread(
+                    tuple(PLANS[task].reached(curve, line["target"]) for curve in line["curves"])
+                ).median
                 for line in lines
                 if line["rate"] == rate
             }
@@ -88,7 +86,7 @@ def kill(lines: Lines) -> str:
 
 
 def footprint(lines: Lines) -> str:
-    sent = {line["peer"]: statistics.median(one["bytes"] for one in line["figures"]) / 1e6 for line in lines}
+    sent = {line["peer"]: Spread(tuple(one["bytes"] / 1e6 for one in line["figures"])).median for line in lines}
     (mine, ours), (peer, theirs) = best(sent, ours=True, least=True), best(sent, ours=False, least=True)
     daso = f"`{WANTED[0]}` {sent[WANTED[0]]:.2f} MB per gradient, torch DDP {sent['torch DDP']:.2f}"
     return f"{daso}; least of ours: `{mine}`, {ours:.2f}; least of the peers: {peer}, {theirs:.2f}"
@@ -111,16 +109,28 @@ CLAIMS: list[tuple[str, str, Callable[[Lines], str]]] = [
 ]
 
 
-def main() -> None:
+def measured_before(readme: str) -> dict[str, str]:
+    """By section: what the README says now."""
+    rows = re.findall(r"^\| [^|]* \| ([^|]*) \| \[table\]\(benchmarks/RESULTS\.md#([\w-]+)\) \|$", readme, re.MULTILINE)
+    return {name: sentence for sentence, name in rows}
+
+
+def rows_of(readme: str, raw: Path) -> list[list[str]]:
+    """One row a claim, from its raw figures; where there are none, what was measured before stands."""
+    before = measured_before(readme)
     rows = []
     for what, name, sentence in CLAIMS:
-        file = RAW / f"{name}.jsonl"
-        found = (
-            sentence([json.loads(line) for line in file.read_text().splitlines()])
-            if file.exists()
-            else "not measured yet"
-        )
-        rows.append([what, found, f"[table](benchmarks/RESULTS.md#{name})"])
+        file = raw / f"{name}.jsonl"
+        if file.exists():
+            measured = sentence([json.loads(line) for line in file.read_text().splitlines()])
+        else:
+            measured = before.get(name, "not measured yet")
+        rows.append([what, measured, f"[table](benchmarks/RESULTS.md#{name})"])
+    return rows
+
+
+def main() -> None:
+    rows = rows_of(README.read_text(), RAW)
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in (["", "measured", ""], ["---"] * 3, *rows))
     print(text)
     write_section("claims", text, path=README)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -29,27 +30,41 @@ DONE = "@benchmark-done"
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeated measurements of one thing."""
+    """Repeated measurements of one thing; nan stands for one that failed, and is counted but not averaged."""
 
     values: tuple[float, ...]
 
     @property
+    def known(self) -> list[float]:
+        return [value for value in self.values if not math.isnan(value)]
+
+    @property
     def median(self) -> float:
-        return statistics.median(self.values)
+        return statistics.median(self.known) if self.known else math.nan
 
     @property
     def mean(self) -> float:
-        return statistics.mean(self.values)
+        return statistics.mean(self.known) if self.known else math.nan
 
     def text(self, form: str = ".2f", *, centre: str = "median") -> str:
-        """`3.10 (2.95-3.20)`: the median or mean, the least and the most."""
-        middle, least, most = getattr(self, centre), min(self.values), max(self.values)
-        return f"{middle:{form}} ({least:{form}}-{most:{form}})"
+        """`3.10 (2.95-3.20)`: the median or mean, the least and the most; and how many failed."""
+        if not self.known:
+            return "failed"
+        middle, least, most = getattr(self, centre), min(self.known), max(self.known)
+        lost = len(self.values) - len(self.known)
+        failed = f", {lost} of {len(self.values)} failed" if lost else ""
+        return f"{middle:{form}} ({least:{form}}-{most:{form}}){failed}"
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> Spread:
     """Of measurements made side by side: each is divided by the one of its own round."""
     return Spread(tuple(value / other for value, other in zip(values, base, strict=True)))
+
+
+def with_share(values: Sequence[float], base: Sequence[float], form: str) -> str:
+    """`12.5 (12.1-13.0), 50%`: the spread and, round by round, the share of the base."""
+    share = ratios(values, base).median
+    return Spread(tuple(values)).text(form) + ("" if math.isnan(share) else f", {share:.0%}")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

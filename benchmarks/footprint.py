@@ -8,6 +8,7 @@ CPU and memory are those of a rank's processes, daemons included, less those of 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from common import Spread, table
@@ -47,6 +48,9 @@ def main() -> None:
 
 
 def figures_of(outcome: Outcome) -> dict[str, float]:
+    """nan if a rank failed: its peer's cost is not that of the others."""
+    if outcome.failed:
+        return dict.fromkeys(("bytes", "cpu", "memory", "prepare"), math.nan)
     prepared = [report["prepared"] for report in outcome.reports.values()]
     return {
         "bytes": outcome.bytes_per_gradient,

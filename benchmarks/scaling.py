@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import Spread, ratios, table
+from common import Spread, table, with_share
 from harness.cluster import Block, Cluster
 from harness.script import finish, keep, lineup, machine, parser, plot, progress, require_root
 from peers import FREE, Peer
 
 WORK = {"kind": "layers", "megabytes": 1, "seconds": 0.3}
 NODES = (1, 2, 4, 8)
+ROUNDS = 2
 NAMES = (
     "torch DDP", "PostLocalSGD, period 4", "torchft LocalSGD", "decent-dp, ring", "allreduce", "daso:period=4", "delay-by-one",
     "adpsgd:topology=ring", "adpsgd:topology=pairs",
@@ -31,7 +32,7 @@ def main() -> None:
     print(where, flush=True)
     peers = lineup(chosen, QUICK if chosen.quick else NAMES, forked_only=True)
     peers = [peer for peer in peers if not any(word in peer.name for word in LEFT_OUT)]
-    rounds = chosen.rounds or 1
+    rounds = chosen.rounds or (1 if chosen.quick else ROUNDS)
     sizes = (1, 4) if chosen.quick else NODES
     speeds: dict[tuple[int, str], list[float]] = {(nodes, peer.name): [] for nodes in sizes for peer in peers}
     for nodes in sizes:
@@ -58,10 +59,7 @@ def rows_of(peers: list[Peer], sizes: tuple[int, ...], speeds: dict[tuple[int, s
     rows = [
         [
             peer.label,
-            *(
-                f"{Spread(tuple(speeds[nodes, peer.name])).text('.1f')}, {ratios(speeds[nodes, peer.name], speeds[nodes, FREE]).median:.0%}"
-                for nodes in sizes
-            ),
+            *(with_share(speeds[nodes, peer.name], speeds[nodes, FREE], ".1f") for nodes in sizes),
         ]
         for peer in peers
     ]

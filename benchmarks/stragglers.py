@@ -8,10 +8,11 @@ wait: how close their pace is to the slow rank's own (0 %) or to the pace they h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import Spread, ratios, table
+from common import Spread, ratios, table, with_share
 from harness import figures
 from harness.cluster import Block, Cluster
 from harness.script import finish, keep, lineup, machine, parser, plot, progress
@@ -61,7 +62,7 @@ def main() -> None:
         "in the same round and case. Jitter: every step takes 1 + e times as long, e exponential with mean 0.5. The last column: with "
         "one rank 10 times slower, whether the others wait for it, and their freedom (0 %: they run at its pace, 100 %: at their own)."
     )
-    finish("stragglers", text, chosen, where=where, measured=peers)
+    finish("stragglers", text, chosen, where=where, measured=peers, network=False)
 
 
 def rows_of(cases: list[Case], peers: list[Peer], paces: dict[tuple[str, str], list[list[float]]]) -> str:
@@ -72,7 +73,7 @@ def rows_of(cases: list[Case], peers: list[Peer], paces: dict[tuple[str, str], l
         for case in cases:
             speeds = [sum(figure) for figure in paces[case.label, peer.name]]
             base = [sum(figure) for figure in paces[case.label, FREE]]
-            row.append(f"{Spread(tuple(speeds)).text('.0f')}, {ratios(speeds, base).median:.0%}")
+            row.append(with_share(speeds, base, ".0f"))
         rows.append([*row, freedom_of(peer, paces)])
     return table(["", *(case.label for case in cases), "the others, one 10x slower"], rows)
 
@@ -82,7 +83,7 @@ def freedom_of(peer: Peer, paces: dict[tuple[str, str], list[list[float]]]) -> s
     label = CASES[3].label
     pairs = zip(paces[label, peer.name], paces[label, FREE], strict=True)
     share = Spread(tuple(figures.freedom(mine, alone, SLOW_RANK) for mine, alone in pairs)).median
-    return "" if peer.name == FREE else f"{figures.verdict(share)} ({share:.0%})"
+    return "" if peer.name == FREE or math.isnan(share) else f"{figures.verdict(share)} ({share:.0%})"
 
 
 def picture(cases: list[Case], peers: list[Peer], paces: dict[tuple[str, str], list[list[float]]], options: Any) -> str:

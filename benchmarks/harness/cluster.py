@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import queue
 import sys
@@ -79,7 +80,9 @@ class Outcome:
 
     @property
     def paces(self) -> list[float]:
-        """Steps per second of every rank; 0 for one that did not report."""
+        """Steps per second of every rank; nan for all if one failed: what the others do without it is no speed of the peer."""
+        if self.failures:
+            return [math.nan] * len(self.nodes)
         period = find(self.block.peer).period
         return [
             figures.pace(report["moments"], report["begin"], report["end"], period=period) if report else 0.0
@@ -88,7 +91,7 @@ class Outcome:
 
     @property
     def speed(self) -> float:
-        """Gradients per second over all ranks."""
+        """Gradients per second over all ranks; nan if one failed."""
         return sum(self.paces)
 
     @property
@@ -117,7 +120,8 @@ class Outcome:
     @property
     def memory(self) -> float:
         """Bytes that a rank's process does not share with others; the mean over the ranks."""
-        return sum(report["memory"] for report in self.reports.values()) / max(1, len(self.reports))
+        held = [report["memory"] for report in self.reports.values()]
+        return sum(held) / len(held) if held else math.nan
 
 
 class Cluster:

@@ -6,6 +6,7 @@ A step's moment is in seconds since the start of the block, the same for all ran
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -36,8 +37,10 @@ def freedom(paces: Sequence[float], alone: Sequence[float], slow: int) -> float:
     """How free the others are of the slow rank: 0 if they run at its pace, 1 if at the pace they have alone.
 
     (v - s) / (a - s) with v the median pace of the others, s the slow rank's own, a what the others do without any
-    communication.
+    communication. nan if one of them is not known.
     """
+    if any(map(math.isnan, (*paces, *alone))):
+        return math.nan
     others = [rank for rank in range(len(paces)) if rank != slow]
     v, a = (statistics.median(speeds[rank] for rank in others) for speeds in (paces, alone))
     s = min(alone[slow], a)

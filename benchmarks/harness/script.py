@@ -16,8 +16,8 @@ from common import machine, publish
 from peers import FREE, NOT_MEASURED, Peer, choose
 
 PLOTS = Path(__file__).resolve().parents[1] / "plots"
-RAW = Path(__file__).resolve().parents[2] / "runs" / "bench"
-"""Raw figures of the last full runs, not part of the project."""
+RAW = Path(__file__).resolve().parents[1] / "results" / "bench"
+"""Raw figures of the last full runs: what the tables and claims were made of."""
 LIMITS = (
     "Limits: one machine; all ranks share its cores, nodes are network namespaces, links are token buckets, sleeping stands for an "
     "accelerator at work. Ratios between rows carry over to a cluster as far as its compute and link times resemble these; "
@@ -48,15 +48,16 @@ def lineup(options: argparse.Namespace, names: Sequence[str] = (), *, forked_onl
     return usable
 
 
-def absent(measured: Sequence[Peer]) -> str:
+def absent(measured: Sequence[Peer], *, network: bool) -> str:
     """A line about the peers that are not in the table, each with its reason."""
     reasons = dict(NOT_MEASURED)
     for peer in choose(full=True):
         if peer not in measured and not peer.ours and peer.name != FREE:
-            under_mpi = (
-                "runs under mpirun, with a network of its own" if peer.launcher == "mpirun" else "left out for time"
+            alone = peer.launcher == "mpirun" and not network
+            left_out = (
+                "mpirun needs nodes with a network, here all share the loopback" if alone else "left out for time"
             )
-            reasons[peer.name] = peer.missing() or under_mpi
+            reasons[peer.name] = peer.missing() or left_out
     return "Not in the table: " + "; ".join(f"{name} ({reason})" for name, reason in reasons.items()) + "."
 
 
@@ -95,9 +96,12 @@ def partial(options: argparse.Namespace) -> bool:
     return bool(options.quick or options.dry or options.peers or getattr(options, "bandwidth", None))
 
 
-def finish(name: str, text: str, options: argparse.Namespace, *, where: str, measured: Sequence[Peer]) -> None:
+def finish(
+    name: str, text: str, options: argparse.Namespace, *, where: str, measured: Sequence[Peer], network: bool = True
+) -> None:
     """Limits, machine and versions below the text; printed, and written unless it was quick or a part only."""
-    whole = f'<a id="{name}"></a>\n\n{text.strip()}\n\n{absent(measured)}\n\n{LIMITS}\n\n{where}; {versions()}.'
+    others = absent(measured, network=network)
+    whole = f'<a id="{name}"></a>\n\n{text.strip()}\n\n{others}\n\n{LIMITS}\n\n{where}; {versions()}.'
     publish(name, whole, quick=partial(options))
 
 

@@ -41,7 +41,7 @@ def prepare(model: nn.Module, work: Work) -> Trainer:
     _pretend_gpus()
     import heat
 
-    torch.manual_seed(0)  # Heat resets the parameters of every layer
+    first = {name: value.clone() for name, value in model.state_dict().items()}
     daso: Any = heat.optim.DASO(
         local_optimizer=work.make_optimizer(model.parameters()),
         total_epochs=ENDLESS,
@@ -52,6 +52,7 @@ def prepare(model: nn.Module, work: Work) -> Trainer:
     daso.device = "cpu"
     daso.last_batch = ENDLESS
     wrapped = heat.nn.DataParallelMultiGPU(model, daso)
+    model.load_state_dict(first)  # Heat resets the parameters of every layer; all peers start from the same
     daso.epoch_loss_logic(1.0)  # the end of a warm-up of no epochs
     return HeatTrainer(wrapped, daso, work)
 

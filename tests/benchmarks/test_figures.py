@@ -1,5 +1,7 @@
 """Paces, gaps and verdicts out of the moments at which steps ended."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +50,10 @@ def test_ranks_at_the_slow_ones_pace_wait_for_it() -> None:
 def test_ranks_at_their_own_pace_do_not_wait() -> None:
     alone = [50.0, 50.0, 50.0, 5.0]
     assert figures.verdict(figures.freedom([49.0, 48.0, 50.0, 5.0], alone, slow=3)) == figures.FREE
+
+
+def test_where_a_pace_is_not_known_nothing_is_said_of_waiting() -> None:
+    assert math.isnan(figures.freedom([math.nan] * 4, [50.0, 50.0, 50.0, 5.0], slow=3))
 
 
 @given(st.lists(st.floats(0.1, 100.0), min_size=2, max_size=8), st.lists(st.floats(0.1, 100.0), min_size=8, max_size=8))

@@ -1,0 +1,49 @@
+"""The README's table of claims: from raw figures, or as it was."""
+
+import json
+from pathlib import Path
+
+from claims import CLAIMS, rows_of
+
+README = """
+<!-- begin claims -->
+|  | measured |  |
+| --- | --- | --- |
+| One rank of four is killed | everybody goes on: a (0.1 s); b | [table](benchmarks/RESULTS.md#kill) |
+| Slow links | fast | [table](benchmarks/RESULTS.md#throughput-main) |
+<!-- end claims -->
+"""
+
+
+def measured(raw: Path) -> dict[str, str]:
+    return {name: row[1] for (_, name, _), row in zip(CLAIMS, rows_of(README, raw), strict=True)}
+
+
+def test_a_claim_without_raw_figures_keeps_its_row(tmp_path: Path) -> None:
+    found = measured(tmp_path)
+    assert found["kill"] == "everybody goes on: a (0.1 s); b"
+    assert found["throughput-main"] == "fast"
+    assert found["scaling"] == "not measured yet"
+
+
+def test_raw_figures_replace_what_was_there(tmp_path: Path) -> None:
+    lines = [
+        {"peer": "adpsgd:topology=ring", "results": [[3, 0.25, "100%"], [3, 0.5, "90%"]]},
+        {"peer": "torch DDP", "results": [[0, 0.0, "end"]]},
+    ]
+    (tmp_path / "kill.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = measured(tmp_path)
+    assert found["kill"] == "survivors go on (longest gap): adpsgd:topology=ring (0.50 s); peers: none"
+    assert found["throughput-main"] == "fast"
+
+
+def test_a_round_that_failed_does_not_decide_a_claim(tmp_path: Path) -> None:
+    speeds = {
+        "no communication": [100.0, 100.0, 100.0],
+        "torch DDP": [60.0, 60.0, 60.0],
+        "daso:period=4,delay=1": [float("nan"), 80.0, 90.0],
+        "delay-by-one:replica=node": [70.0, 70.0, 70.0],
+    }
+    lines = [{"case": "500 Mbit/s", "peer": peer, "speeds": found} for peer, found in speeds.items()]
+    (tmp_path / "throughput-main.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured(tmp_path)["throughput-main"].startswith("`daso:period=4,delay=1` 85.0%,")
