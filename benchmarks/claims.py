@@ -62,9 +62,13 @@ def accuracy(task: str) -> Callable[[Lines], str]:
                 for line in lines
                 if line["rate"] == rate
             }
-            pair = [best(reached, ours=ours, least=True) for ours in (True, False)]
-            told.append(f"{rate}: `{pair[0][0]}` {pair[0][1]:.2f} s; best peer: {pair[1][0]}, {pair[1][1]:.2f} s")
-        return "; ".join(told).replace("inf s", "never")
+            (mine, ours), (peer, theirs) = (best(reached, ours=ours, least=True) for ours in (True, False))
+            sides = [
+                f"`{mine}` {ours:.2f} s" if math.isfinite(ours) else "none of ours gets there",
+                f"best peer: {peer}, {theirs:.2f} s" if math.isfinite(theirs) else "no peer gets there",
+            ]
+            told.append(f"{rate}: {'; '.join(sides)}")
+        return "; ".join(told)
 
     return sentence
 

@@ -47,3 +47,12 @@ def test_a_round_that_failed_does_not_decide_a_claim(tmp_path: Path) -> None:
     lines = [{"case": "500 Mbit/s", "peer": peer, "speeds": found} for peer, found in speeds.items()]
     (tmp_path / "throughput-main.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert measured(tmp_path)["throughput-main"].startswith("`daso:period=4,delay=1` 85.0%,")
+
+
+def test_whoever_never_gets_there_is_not_named_as_the_best(tmp_path: Path) -> None:
+    curves = {"adpsgd:topology=ring": [[0.1, 0.2]], "torch DDP": [[0.5, 0.9]]}
+    lines = [{"rate": "100mbit", "peer": peer, "curves": c, "target": 0.8} for peer, c in curves.items()]
+    (tmp_path / "time-to-accuracy-digits.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured(tmp_path)["time-to-accuracy-digits"] == (
+        "100mbit: none of ours gets there; best peer: torch DDP, 0.50 s"
+    )
