@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from loosestep.comm.base import Invitation, Kind, Offer, Parcel, Vector
 from loosestep.comm.collective import Collective
@@ -45,7 +46,7 @@ class GossipEngine:
         self._extras = [*learner.replica.floating]
         if strategy.average_momentum:
             self._extras += momentum(learner)
-        self._positive = [extra for extra in learner.replica.floating if bool((extra >= 0).all())]
+        self._variances = variances(learner.model)
         self._begun: list[tuple[int, Pending]] = []
         cores = len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
         if not learner.replica.staging.remote:
@@ -256,13 +257,13 @@ class GossipEngine:
             )
 
     def _floors(self) -> Vector:
-        """A tenth of every statistic that is never negative."""
-        return list(torch._foreach_mul(self._positive, 0.1)) if self._positive else []
+        """A tenth of every variance."""
+        return list(torch._foreach_mul(self._variances, 0.1)) if self._variances else []
 
     def _keep_positive(self, floors: Vector) -> None:
-        """A statistic that is never negative stays so: a late delta may pull a variance below zero."""
-        for buffer, floor in zip(self._positive, floors, strict=False):
-            torch.where(buffer < 0, floor, buffer, out=buffer)
+        """Variances stay positive: a late delta may pull one below zero."""
+        for variance, floor in zip(self._variances, floors, strict=False):
+            torch.where(variance < 0, floor, variance, out=variance)
 
     def _event(self, kind: str, **fields: Any) -> None:
         """Called by the mailbox's thread: log it, and tell the user once what concerns him."""
@@ -440,6 +441,11 @@ class NodeGossipEngine(GossipEngine):
         if self._mailbox is None:
             return self._last[1] if self._last else int(self._learner.state["step"]) * self._world.topology.world
         return self._mailbox.global_steps * self._world.topology.world // len(self._world.topology.nodes)
+
+
+def variances(model: nn.Module) -> Vector:
+    """The running variances of batch norms. A mean may be negative, and which other statistics may not is not known here."""
+    return [local(buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "running_var"]
 
 
 def momentum(learner: Learner) -> list[torch.Tensor]:

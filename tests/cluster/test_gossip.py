@@ -114,6 +114,32 @@ def test_batch_norm_is_exchanged_and_its_variance_stays_positive():
         assert (result["var"] > 0).all()
 
 
+def statistics(rank: int, spec: str, topology):
+    """Inputs far below zero into a batch norm that learns nothing, attached and alone."""
+    torch.manual_seed(0)
+    model, alone = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with loosestep.attach(model, optimizer, spec, topology=Topology(topology), deadline=20):
+        for step in range(10):
+            x = torch.randn(16, 3, generator=torch.Generator().manual_seed(100 * rank + step)) - 3 * (rank + 1)
+            alone(x)
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    return [model.running_mean.clone(), model.running_var.clone()], [alone.running_mean, alone.running_var]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_means_of_a_batch_norm_may_be_negative(world):
+    """Averaging is linear and so are the updates: the end is the mean of what each rank would have found alone."""
+    results = ranks(world, statistics, spec="adpsgd:lockstep=true", topology=[[r] for r in range(world)])
+    for kind in (0, 1):
+        expected = torch.stack([alone[kind] for _, alone in results]).mean(0)
+        for ended, _ in results:
+            torch.testing.assert_close(ended[kind], expected, rtol=1e-5, atol=1e-5)
+    assert (results[0][0][0] < -1).all()
+
+
 def test_a_world_of_one_works():
     result = ranks(1, train, spec="adpsgd", topology=[[0]])[0]
     assert result["stats"]["steps"] == 30
