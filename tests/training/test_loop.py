@@ -9,9 +9,12 @@ import pool
 import pytest
 import torch
 
-from loosestep.checkpoint import Checkpoints
+from loosestep import Cluster, checkpoint
+from loosestep.checkpoint import CheckpointError, Checkpoints
+from loosestep.recipes import find_recipe
 from loosestep.training.folder import RunFolder
-from loosestep.training.start import find_start, rearrange
+from loosestep.training.simulated import simulate_run
+from loosestep.training.start import START, find_start, rearrange
 from training.trainees import final_model, tiny, train
 
 COLLECTIVE = [
@@ -84,6 +87,19 @@ def test_other_ranks_go_on_from_the_mean_and_are_told_so(tmp_path: Path) -> None
     assert not folder.generation(0).exists()
 
 
+def test_what_the_old_ranks_counted_is_divided_among_the_new_ones(tmp_path: Path) -> None:
+    folder, config = RunFolder(tmp_path), tiny("localsgd")
+    for rank, sent in enumerate((10, 30)):
+        state = {"model": {}, "optimizer": {}, "schedule": {}, "gradients": 16, "seconds": 1.0}
+        Checkpoints(folder.checkpoints_of(config, rank)).save(16, {**state, "stats": {"bytes_sent": sent}})
+    for nodes, each in ((4, 10), (5, 8), (1, 40)):  # from the second on there are no checkpoints but the common start
+        config, _ = rearrange(folder, config, nodes=nodes, ranks_per_node="1", warn=pytest.fail)
+        start = find_start(folder, config, 0, pytest.fail)
+        assert start is not None
+        assert start.source.endswith(START)
+        assert start.state["stats"] == {"bytes_sent": each}
+
+
 def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path) -> None:
     config = tiny("allreduce")
     train(tmp_path, config, crash_at=30)
@@ -114,6 +130,37 @@ def test_the_folder_tells_the_whole_story(tmp_path: Path) -> None:
     folder.merge_traces()
     assert list(folder.events()) == events
     assert not folder.trace_of(0).exists()
+
+
+def test_a_run_is_complete_only_when_its_final_model_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, config = RunFolder(tmp_path), tiny("allreduce", gradients=8)
+    task = find_recipe(config.recipe).build({}, seed=0)
+
+    def train_once() -> None:
+        folder.forget_metrics_after(-1)
+        simulate_run(folder, config, task, Cluster(compute="1ms"), lambda message: None)
+
+    def full(*_: object) -> None:
+        raise CheckpointError("no space left")
+
+    train_once()
+    assert folder.complete
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", full)
+        with pytest.raises(CheckpointError, match="no space left"):
+            train_once()
+    assert not any(line["kind"] == "final" for line in folder.metrics())
+    assert final_model(folder)  # that of before
+    train_once()
+    assert folder.complete
+
+
+def test_the_learning_rate_counts_the_nodes_there_are(tmp_path: Path) -> None:
+    """Open MPI does not say how many there are: the settings count one node of two ranks, the ranks know better."""
+    config = tiny("daso", gradients=8, options={"optimizer": "adamw"}).but(nodes=1, ranks_per_node="2")
+    lines = {line["kind"]: line for line in train(tmp_path, config).metrics()}
+    assert lines["begin"]["nodes"] == [[0], [1]]
+    assert lines["begin"]["lr"] == lines["final"]["lr"] == pytest.approx(0.3 * 2**0.5)
 
 
 def test_all_ranks_cut_the_learning_rate_at_the_same_gradient(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,13 @@ def recipe(options: dict[str, Any], *, data: Any, seed: int, device: torch.devic
     points = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
     labels = (points.sum(1) > 0).long()
     hidden = int(options.get("hidden", 8))
+    scale = math.nan if options.get("breaks") == str(seed) else float(options.get("scale", 1))
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         time.sleep(float(options.get("pause", 0)))  # computing, as far as the others can see
-        return nn.functional.cross_entropy(model(batch[0]), batch[1]) * float(options.get("scale", 1))
+        if Path(options.get("fails", "")).is_file():
+            raise RecipeError("the flag is set")
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]) * scale
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"accuracy": float((model(points).argmax(1) == labels).double().mean())}
@@ -30,7 +35,9 @@ def recipe(options: dict[str, Any], *, data: Any, seed: int, device: torch.devic
         dataset=list(zip(points, labels, strict=True)),
         loss=loss,
         evaluate=evaluate,
-        training=Training(lr=0.3, schedule=str(options.get("schedule", "plateau"))),
+        training=Training(
+            lr=0.3, optimizer=options.get("optimizer", "sgd"), schedule=str(options.get("schedule", "plateau"))
+        ),
         batch=int(options.get("batch", 8)),
         seed=seed,
         device=device,

@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
+import math
 import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,16 @@ class RunFolder:
     def config(self) -> Config:
         return read_config(self.config_file)
 
+    @property
+    def complete(self) -> bool:
+        """Whether the final model was judged and stored."""
+        return self.final_model.is_dir() and any(line["kind"] == "final" for line in self.metrics())
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss of a rank was no number any more: nothing that came of it counts as a result."""
+        return any(line["kind"] == "progress" and not math.isfinite(line["loss"]) for line in self.metrics())
+
     def metrics(self) -> list[dict[str, Any]]:
         """Every line that is whole; a kill may have cut the last one."""
         return list(read_lines(self.metrics_file))
@@ -101,11 +112,7 @@ class RunFolder:
         """One file out of those of the ranks, which go."""
         if not self.trace_of(0).parent.is_dir():
             return
-        temporary = self.trace_file.with_suffix(".writing")
-        with writing(self.trace_file), temporary.open("w", encoding="utf-8") as file:
-            for event in self.events():
-                file.write(_dumps(event) + "\n")
-        os.replace(temporary, self.trace_file)
+        write_whole(self.trace_file, (_dumps(event) + "\n" for event in self.events()))
         shutil.rmtree(self.trace_of(0).parent)
 
     def forget_metrics_after(self, gradients: int) -> None:
@@ -113,14 +120,24 @@ class RunFolder:
         kept = [
             line for line in self.metrics() if line["gradients"] <= gradients and line["kind"] not in ("final", "end")
         ]
-        temporary = self.metrics_file.with_suffix(".writing")
-        with writing(self.metrics_file):
-            temporary.write_text("".join(_dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(temporary, self.metrics_file)
+        write_whole(self.metrics_file, (_dumps(line) + "\n" for line in kept))
 
     def _traces(self) -> list[Path]:
         files = [self.trace_file] if self.trace_file.is_file() else []
         return files + sorted(self.trace_of(0).parent.glob("rank-*.jsonl"))
+
+
+def write_whole(path: Path, parts: Iterable[str]) -> None:
+    """A text, whole or not at all: a kill or a full disk leaves what was there before."""
+    temporary = path.with_name(path.name + ".writing")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(parts)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

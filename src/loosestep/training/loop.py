@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,11 +46,14 @@ def budget(config: Config, task: Task[Any]) -> int:
     return max(1, round(epochs * task.order.batches_per_epoch))
 
 
-def starting_lr(config: Config, task: Task[Any]) -> float:
-    """What was given, or the recipe's rate times the rule for optimizers that step on local gradients."""
+def starting_lr(config: Config, task: Task[Any], counts: Sequence[int]) -> float:
+    """What was given, or the recipe's rate times the rule for optimizers that step on local gradients.
+
+    `counts`: ranks per node as they are, which under an outer launcher only the run's topology knows.
+    """
     if config.lr is not None:
         return config.lr
-    replicas = {"world": 1, "node": config.nodes, "rank": sum(config.counts())}[config.chosen_strategy().learner]
+    replicas = {"world": 1, "node": len(counts), "rank": sum(counts)}[config.chosen_strategy().learner]
     return task.training.lr * local_scale(task.training.optimizer, replicas)
 
 
@@ -74,7 +77,7 @@ class Trainer:
         self.gossip = run.strategy.gossip
         self.world = run.topology.world
         self.total = budget(config, task)
-        self.lr = starting_lr(config, task)
+        self.lr = starting_lr(config, task, run.topology.weights)
         self.schedule: Schedule = schedules.schedule(
             task.training.schedule, total=self.total, epoch=task.order.batches_per_epoch, learners=self.world
         )
@@ -155,10 +158,18 @@ class Trainer:
         metrics = self.task.evaluate(self.model)
         examples = [asdict(example) for example in self.task.examples(self.model, EXAMPLES)]
         fields = {"metrics": metrics, "examples": examples, "seconds": self.clock.seconds, "lr": self.lr}
+        self._store_final(metrics)  # before the line that says that the run is complete
         self.journal.metric("final", gradients=self.gradients, **fields)
-        shutil.rmtree(self.folder.final_model, ignore_errors=True)
-        checkpoint.write(self.folder.final_model, {"model": self.model.state_dict(), "metrics": metrics})
         self.tell({"kind": "final", "gradients": self.gradients, **fields})
+
+    def _store_final(self, metrics: dict[str, float]) -> None:
+        """In place of that of a shorter training, which is there until the new one is whole."""
+        path = self.folder.final_model
+        fresh = path.with_name(f"{path.name}.new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        checkpoint.write(fresh, {"model": self.model.state_dict(), "metrics": metrics})
+        shutil.rmtree(path, ignore_errors=True)
+        fresh.rename(path)
 
     # What is due now and then -----------------------------------------------------------------------------------------
 
@@ -313,7 +324,7 @@ def describe_run(config: Config, task: Task[Any], topology: Topology) -> dict[st
         "recipe": task.name,
         "quality": {"name": task.quality.name, "better": task.quality.better},
         "total": budget(config, task),
-        "lr": starting_lr(config, task),
+        "lr": starting_lr(config, task, topology.weights),
         "optimizer": task.training.optimizer,
         "schedule": task.training.schedule,
         "epoch": task.order.batches_per_epoch,

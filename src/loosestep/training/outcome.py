@@ -60,6 +60,11 @@ class Outcome:
         """The line about the final model; None if the run is not complete."""
         return next(iter(self._of_kind("final")), None)
 
+    @cached_property
+    def diverged(self) -> bool:
+        """Whether the loss was no number any more: what was judged before counts as no result."""
+        return self.folder.diverged
+
     @property
     def quality_name(self) -> str:
         return str(self.begin["quality"]["name"])
@@ -108,10 +113,11 @@ class Outcome:
 
     @cached_property
     def ends(self) -> list[dict[str, Any]]:
-        """The last figures of every rank."""
+        """The last figures of every rank there is; one of before the run went on with fewer has passed its sums on."""
+        ranks = {rank for node in self.begin["nodes"] for rank in node}
         last: dict[int, dict[str, Any]] = {}
         for line in self.metrics:
-            if line["kind"] in ("progress", "end"):
+            if line["kind"] in ("progress", "end") and line["rank"] in ranks:
                 last[line["rank"]] = line
         return [last[rank] for rank in sorted(last)]
 

@@ -55,18 +55,21 @@ def rearrange(folder: RunFolder, config: Config, *, nodes: int, ranks_per_node: 
     if changed.counts() == config.counts():
         return config, ""
     states = [state for state in _states(folder, config, warn) if state is not None]
+    ranks_told = 1  # by each state
     first = folder.generation(config.generation) / START
     if not states and first.is_dir():
-        states = [checkpoint.read(first)]
+        states, ranks_told = [checkpoint.read(first)], sum(config.counts())
     if not states:
         changed.write(folder.config_file)
         return changed, f"no checkpoint yet: starting anew with {after} instead of {before}"
     changed = changed.but(generation=config.generation + 1)
     shutil.rmtree(folder.generation(changed.generation), ignore_errors=True)
     one = config.chosen_strategy().learner == "world" or len(states) == 1
-    parts = ("model", "optimizer", "schedule", "gradients", "seconds", "stats")
+    parts = ("model", "optimizer", "schedule", "gradients", "seconds")
     state = {name: (states[0] if one else {name: mean_tree([s[name] for s in states])})[name] for name in parts}
     state["gradients"] = max(int(s["gradients"]) for s in states)
+    share = ranks_told / sum(changed.counts())  # what all ranks counted so far, divided among the new ones
+    state["stats"] = {name: share * sum(s["stats"][name] for s in states) for name in states[0]["stats"]}
     checkpoint.write(folder.generation(changed.generation) / START, state)
     folder.merge_traces()
     changed.write(folder.config_file)

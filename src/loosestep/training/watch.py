@@ -67,16 +67,23 @@ def listener(take: Show, print_line: Print, errors: dict[int, str]) -> Output:
     return hear
 
 
+def make_lab(config: Config) -> Lab | None:
+    """The emulated cluster that a run asks for, not started; that it cannot be had here is told in one line."""
+    if config.bandwidth is None:
+        return None
+    try:
+        return Lab(config.nodes, config.counts(), bandwidth=config.bandwidth)
+    except (LabError, ValueError) as error:
+        raise TrainingError(f"--bandwidth {config.bandwidth}: {error}") from None
+
+
 @contextmanager
 def _start(config: Config, command: list[str], output: Output) -> Iterator[Job]:
-    if config.bandwidth is None:
+    lab = make_lab(config)
+    if lab is None:
         with launch.start(command, nodes=config.nodes, ranks_per_node=config.counts(), output=output) as job:
             yield job
         return
-    try:
-        lab = Lab(config.nodes, config.counts(), bandwidth=config.bandwidth)
-    except (LabError, ValueError) as error:
-        raise TrainingError(f"--bandwidth {config.bandwidth}: {error}") from None
     with lab, lab.start(command, output=output) as job:
         yield job
 
