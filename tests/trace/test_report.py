@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from loosestep.trace.events import Event
-from loosestep.trace.report import columns, common_target, write_report
+from loosestep.trace.report import columns, common_target, rows, write_report
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import Journal, RunFolder
 from loosestep.training.outcome import Outcome
@@ -25,12 +28,13 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # whatever comes from outside is missed, and complained of
     "--enable-logging=stderr",
     "--virtual-time-budget=8000",
 ]
 
 
-def make_run(path: Path, strategy: str, *, seed: int = 0, gain: float = 0.0) -> Outcome:
+def make_run(path: Path, strategy: str, *, seed: int = 0, gain: float = 0.0, diverges: bool = False) -> Outcome:
     """The folder of a run of two ranks that was never made."""
     path.mkdir(parents=True)
     folder = RunFolder(path)
@@ -56,6 +60,9 @@ def make_run(path: Path, strategy: str, *, seed: int = 0, gain: float = 0.0) -> 
                 journal.event(Event(at + 0.06, "fold", {"staleness": 1}))
             if rank == 0:
                 journal.metric("evaluation", gradients=20, seconds=1.0, metrics={"accuracy": 0.5 + gain})
+                if diverges:
+                    journal.metric("progress", gradients=40, step=20, seconds=2.0, loss=math.nan)
+                    continue
                 examples = [{"name": "<one>", "expected": "a", "found": "b"}]
                 final = {"metrics": {"accuracy": 0.8 + gain}, "examples": examples, "lr": 0.1}
                 journal.metric("final", gradients=40, seconds=2.0, **final)
@@ -75,6 +82,44 @@ def test_the_table_tells_mean_and_spread_of_the_seeds(tmp_path: Path) -> None:
     assert cells["staleness"] == "1.0"
     missed = {column.title: column.cell(runs) for column in columns(runs, 0.85)}
     assert missed["s to 85.0 %"] == "1 of 2 runs"
+
+
+def test_runs_that_diverged_are_told_beside_the_mean_of_the_others(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(i), "daso", seed=i, gain=0.1 * i, diverges=i == 2) for i in range(3)]
+    runs += [make_run(tmp_path / str(i), "adpsgd", seed=i, diverges=True) for i in (3, 4)]
+    target = common_target(runs)
+    assert target == pytest.approx(0.8)  # not the .5 and .7 of those that diverged
+    told = columns(runs, target)
+    (name, quality, *_), diverged = rows(runs, told)
+    assert (name, quality) == ("daso (1 of 3 runs diverged)", "85.0 ± 7.1 %")
+    assert diverged == ["adpsgd: diverged", *["-"] * len(told)]
+    write_report(runs, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "daso (1 of 3 runs diverged)" in page
+    assert "adpsgd: diverged" in page
+    assert "Not complete" not in page
+
+
+def test_ranks_that_are_no_more_are_not_counted_again(tmp_path: Path) -> None:
+    before = make_run(tmp_path / "run", "daso")
+    assert [end["bytes_sent"] for end in before.ends] == [20_000, 20_000]
+    with Journal(before.folder, 0) as journal:
+        journal.metric("begin", gradients=40, nodes=[[0]])
+        journal.metric("end", gradients=50, seconds=3.0, bytes_sent=40_000)
+    assert [end["bytes_sent"] for end in Outcome.read(before.folder).ends] == [40_000]
+
+
+def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    outcome, page = make_run(tmp_path / "run", "daso"), tmp_path / "report.html"
+    page.write_text("before")
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(TrainingError, match=r"report\.html could not be written: No space left"):
+        write_report([outcome], page)
+    assert page.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
 
 
 def test_a_page_needs_nothing_from_outside_and_escapes_what_users_write(tmp_path: Path) -> None:

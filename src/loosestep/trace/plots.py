@@ -46,7 +46,7 @@ def curves(outcomes: Sequence[Outcome]) -> Any:
     quality = outcomes[0].quality_name
     for row, curve_of in enumerate((lambda o: o.loss_curve, lambda o: o.quality_curve), start=1):
         draw(figure, outcomes, curve_of, row=row)
-    positive = all(point.value > 0 for outcome in outcomes for point in outcome.loss_curve)
+    positive = not any(point.value <= 0 for outcome in outcomes for point in outcome.loss_curve)
     ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]  # 0.2; plotly would write 2
     spelt = [f"{tick:g}" for tick in ticks]
     figure.update_yaxes(**({"type": "log", "tickvals": ticks, "ticktext": spelt} if positive else {}), row=1)

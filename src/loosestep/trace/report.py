@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import html
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loosestep.trace import plots
 from loosestep.trace.timeline import write_timeline
-from loosestep.training.config import writing
+from loosestep.training.folder import write_whole
 from loosestep.training.outcome import Outcome
 
 MOST_TIMELINES = 4
@@ -75,21 +75,19 @@ def write_report(
         _examples(outcomes),
         _environment(outcomes),
     ]
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(PAGE.format(title=html.escape(title), body="\n".join(sections)), encoding="utf-8")
+    write_whole(path, [PAGE.format(title=html.escape(title), body="\n".join(sections))])
     if timeline is not None:
         node_of = {rank: node for node, ranks in enumerate(outcomes[0].begin["nodes"]) for rank in ranks}
-        with writing(timeline):
-            write_timeline(timeline, outcomes[0].activities, node_of)
+        write_timeline(timeline, outcomes[0].activities, node_of)
 
 
 # --------------------------------------------------------------------------------------------------- table of results
 
 
 def common_target(outcomes: Sequence[Outcome]) -> float | None:
-    """The quality that every run reached at some time."""
-    best = [value for value in (outcome.best() for outcome in outcomes) if value is not None]
+    """The quality that every run reached at some time; those that diverged do not count."""
+    reached = (outcome.best() for outcome in outcomes if not outcome.diverged)
+    best = [value for value in reached if value is not None]
     if not best:
         return None
     return min(best) if outcomes[0].higher_is_better else max(best)
@@ -140,6 +138,18 @@ def columns(outcomes: Sequence[Outcome], target: float | None) -> list[Column]:
     ]
 
 
+def rows(outcomes: Sequence[Outcome], told: Sequence[Column]) -> Iterator[list[str]]:
+    """A name and its cells per strategy: of the seeds that did not diverge, and how many did beside the name."""
+    for name, runs in plots.groups(outcomes).items():
+        kept = [run for run in runs if not run.diverged]
+        if not kept:
+            yield [f"{name}: diverged", *("-" for _ in told)]
+        else:
+            lost = len(runs) - len(kept)
+            mark = f" ({lost} of {len(runs)} runs diverged)" if lost else ""
+            yield [name + mark, *(column.cell(kept) for column in told)]
+
+
 def spread(values: Sequence[float], spell: Callable[[float], str]) -> str:
     """`mean`, or `mean ± standard deviation` of several."""
     if not values:
@@ -155,15 +165,15 @@ def _percent(value: float) -> str:
 def _results(outcomes: Sequence[Outcome], target: float | None) -> str:
     target = common_target(outcomes) if target is None else target
     told = columns(outcomes, target)
-    rows = [[name, *(column.cell(runs) for column in told)] for name, runs in plots.groups(outcomes).items()]
-    note = "± is the standard deviation over seeds. " if len(outcomes) > len(rows) else ""
+    lines = list(rows(outcomes, told))
+    note = "± is the standard deviation over seeds. " if len(outcomes) > len(lines) else ""
     note += (
         "MB/gradient: sent by all ranks. Distance: root mean square distance of the replicas to their mean, at the end."
     )
-    incomplete = [outcome.name for outcome in outcomes if outcome.final is None]
+    incomplete = [outcome.name for outcome in outcomes if outcome.final is None and not outcome.diverged]
     if incomplete:
         note = f"Not complete: {', '.join(incomplete)}. {note}"
-    return f'{_table(("", *(column.title for column in told)), rows)}<p class="note">{html.escape(note)}</p>'
+    return f'{_table(("", *(column.title for column in told)), lines)}<p class="note">{html.escape(note)}</p>'
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[Any]], kind: str = "") -> str:

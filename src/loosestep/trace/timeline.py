@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loosestep.trace.spans import Activity, Span, merged
+from loosestep.training.folder import write_whole
 
 MOST_SPANS = 100_000
 
@@ -19,7 +20,7 @@ def write_timeline(path: Path, activities: Sequence[Activity], node_of: Mapping[
     """One file of complete events, times in microseconds since the first one."""
     first = min((activity.span[0] for activity in activities), default=0.0)
     events = [event for activity in activities for event in _events(activity, node_of.get(activity.rank, 0), first)]
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
+    write_whole(path, [json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))])
 
 
 def _events(activity: Activity, node: int, first: float) -> list[dict[str, Any]]:
