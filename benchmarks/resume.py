@@ -1,6 +1,6 @@
 """Kill -9 a whole run at random moments, resume it each time, and compare with the run that nobody disturbed.
 
-    python benchmarks/resume.py --kills 20 > benchmarks/RESUME.md
+    python benchmarks/resume.py --kills 20 --gradients 400 --seed 1 > benchmarks/RESUME.md
 
 For each strategy one run is trained in peace. Another one, equal in everything, is killed again and again: while it starts,
 trains or writes a checkpoint, wherever it happens to be. A table tells what each kill cost; at the end the final models

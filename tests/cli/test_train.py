@@ -1,37 +1,19 @@
-"""`loosestep train`, `resume`, `compare` and `report` as a user meets them."""
+"""`loosestep train` as a user meets it, and what mistakes look like."""
 
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
-import warm
-from loosestep import checkpoint
-from loosestep.cli import app
+from cli.commands import TINY, loosestep
 from loosestep.training.config import Config
 from loosestep.training.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
-TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"
-COMMAND = [sys.executable, "-c", "from loosestep.cli import main; main()"]
-
-
-def loosestep(*arguments: str, code: int = 0) -> str:
-    """Run a command; the output. The commands that start ranks start them as processes."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, result.output
-    return result.output
-
-
-def final_model(path: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.read(RunFolder(path).final_model)["model"]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +32,8 @@ def final_model(path: Path) -> dict[str, torch.Tensor]:
         (["train", "vision", "--config", "nowhere.toml"], "nowhere.toml cannot be read: No such file"),
         (["train", "vision", "--gradients", "9", "--epochs", "1"], "--gradients or --epochs, not both"),
         (["train", TINY, "--set", "wrong=1"], "option wrong is wrong"),
+        (["train", TINY, "--bandwidth", "fast", "--name", "x"], "--bandwidth fast: "),
+        (["compare", TINY, "--bandwidth", "fast", "--name", "x"], "--bandwidth fast: "),
         (["compare", "vision", "--strategies", "daso,dasso"], "unknown strategy 'dasso'"),
         (["compare", "vision", "--strategies", "daso,daso"], "must name different strategies"),
         (["report", "nowhere"], "nowhere does not exist"),
@@ -62,6 +46,7 @@ def test_a_mistake_is_one_clear_line(arguments: list[str], message: str) -> None
     output = loosestep(*arguments, code=2)
     assert message in output
     assert len(output.splitlines()) == 1
+    assert not Path("runs").exists()  # the name can be used for the next try
 
 
 def test_options_of_a_recipe_are_listed() -> None:
@@ -69,70 +54,53 @@ def test_options_of_a_recipe_are_listed() -> None:
 
 
 @pytest.mark.slow
-def test_kill_nine_and_resume_is_bit_for_bit_the_uninterrupted_run() -> None:
-    common = ["--strategy", "daso:period=3,delay=1", "--nodes", "2", "--gradients", "120", "--checkpoint-every", "10"]
-    loosestep("train", TINY, *common, "--name", "whole")
-    slowly = ["--set", "pause=0.05", "--evaluate-every", "40", "--name", "killed"]
-    with warm.command("train", TINY, *common, *slowly) as job:
-        job.ranks[0].expect("0/120 gradients  accuracy")  # 40, or 80
-        job.ranks[0].kill(signal.SIGKILL)
-    folder = RunFolder(Path("runs/killed"))
-    made = max(line["gradients"] for line in folder.metrics())
-    output = loosestep("resume", "runs/killed")
-    resumed_at = int(re.search(r"goes on at gradient (\d+) of 120", output).group(1))  # type: ignore[union-attr]
-    assert 30 <= resumed_at <= made
-    assert made - resumed_at <= 12  # no more is lost than lies between two checkpoints, and one step
-    ours, theirs = final_model(Path("runs/whole")), final_model(Path("runs/killed"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    for name in ("report.html", "timeline.json", "trace.jsonl", "config.toml"):
-        assert (folder.path / name).is_file()
-    assert "is complete (120 gradients)" in loosestep("resume", "runs/killed", code=2)
-    assert "holds a run already" in loosestep("train", TINY, "--name", "killed", code=2)
+def test_a_run_that_diverged_leaves_a_report_too() -> None:
+    output = loosestep("train", TINY, "--gradients", "8", "--set", "scale=nan", "--name", "odd", code=1)
+    assert "training loss is nan" in output
+    assert "Report: runs/odd/report.html" in output
+    assert "daso: diverged" in Path("runs/odd/report.html").read_text()
+    assert "odd: diverged  " in loosestep("report", "runs/odd")
 
 
 @pytest.mark.slow
-def test_a_comparison_is_one_table_and_one_report_and_goes_on_where_it_was() -> None:
-    arguments = [
-        "compare",
-        TINY,
-        "--strategies",
-        "allreduce,localsgd:period=2,delay=1",
-        "--seeds",
-        "1",
-        "--name",
-        "both",
-    ]
-    output = loosestep(*arguments, "--gradients", "24")
-    assert re.search(r"localsgd:period=2, delay=1 +\d+\.\d %", output)
-    assert "Report: runs/both/report.html" in output
-    again = loosestep(*arguments, "--gradients", "24")  # nothing is trained twice
-    assert again.splitlines()[-5:] == output.splitlines()[-5:]
-    assert "other settings" in loosestep(*arguments, "--gradients", "30", code=2)
-    assert re.search(r"page\.html \(\d\.\d MB\)", loosestep("report", "runs/both", "-o", "page.html"))
-    assert "diverged" in loosestep(
-        "compare", TINY, "--strategies", "allreduce", "--seeds", "1", "--gradients", "8", "--set", "scale=nan", code=2
-    )
-
-
-@pytest.mark.slow
-def test_under_another_launcher_the_given_ranks_train() -> None:
-    train = [*COMMAND, "train", TINY, "--strategy", "allreduce", "--gradients", "24", "--name", "given"]
-    done = subprocess.run(
-        [*COMMAND, "launch", "--nodes", "2", *train], capture_output=True, text=True, timeout=110, check=False
-    )
+def test_under_torchrun_the_given_ranks_train() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    train = ["-m", "loosestep.cli", "train", TINY, "--strategy", "allreduce", "--gradients", "24", "--name", "given"]
+    done = subprocess.run([*torchrun, *train], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\[n0 r0\] accuracy \d+\.\d %  24 gradients", done.stdout)
-    config = RunFolder(Path("runs/given")).config()
-    assert (config.nodes, config.ranks_per_node) == (2, "1")
+    assert re.search(r"accuracy \d+\.\d %  24 gradients", done.stdout)
+    folder = RunFolder(Path("runs/given"))
+    assert (folder.config().nodes, folder.config().ranks_per_node) == (1, "2")
+    assert {line["rank"] for line in folder.metrics() if line["kind"] == "end"} == {0, 1}
+    assert folder.complete
 
 
-def test_another_launcher_must_give_as_many_ranks_as_before_and_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("runs/given").mkdir(parents=True)
-    Config(recipe=TINY, nodes=2).write(Path("runs/given/config.toml"))
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "3"}.items():
+@pytest.fixture
+def given_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 0 of two, by another launcher."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    message = "first run: loosestep resume runs/given --nodes 3 --ranks-per-node 1 --no-start"
+
+
+@pytest.mark.usefixtures("given_two_nodes")
+def test_another_launcher_must_give_as_many_ranks_as_before_and_a_name() -> None:
+    Path("runs/given").mkdir(parents=True)
+    Config(recipe=TINY, nodes=3).write(Path("runs/given/config.toml"))
+    message = "first run: loosestep resume runs/given --nodes 2 --ranks-per-node 1 --no-start"
     assert message in loosestep("resume", "runs/given", code=2)
     assert message in loosestep("train", TINY, "--name", "given", code=2)
     assert "give --name" in loosestep("train", TINY, code=2)
     assert "starts its own processes" in loosestep("compare", TINY, code=2)
+    assert "leave it out" in loosestep("train", TINY, "--name", "new", "--bandwidth", "1gbit", code=2)
+
+
+@pytest.mark.usefixtures("given_two_nodes")
+def test_under_another_launcher_a_run_is_not_continued_with_other_settings() -> None:
+    Path("runs/given").mkdir(parents=True)
+    before = Config(recipe=TINY, nodes=2, gradients=24, options={"hidden": "5"})
+    before.write(Path("runs/given/config.toml"))
+    common = ["train", TINY, "--gradients", "24", "--name", "given"]
+    output = loosestep(*common, "--set", "hidden=5", "--strategy", "adpsgd", "--lr", "0.1", code=2)
+    assert "runs/given is a run with other settings: strategy is daso there and adpsgd now; lr is not given" in output
+    assert "options is {'hidden': '5'} there and {} now" in loosestep(*common, code=2)
+    assert RunFolder(Path("runs/given")).config() == before

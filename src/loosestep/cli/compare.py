@@ -18,16 +18,27 @@ from rich.table import Table
 
 from loosestep.cli import asked
 from loosestep.cli.launch import gentle_end
-from loosestep.cli.running import given_ranks, new_folder, one_line_errors, prepare, run_folder, settle, summary
+from loosestep.cli.running import (
+    given_ranks,
+    new_folder,
+    one_line_errors,
+    prepare,
+    report_of,
+    report_so_far,
+    require_same,
+    run_folder,
+    settle,
+    summary,
+)
 from loosestep.cli.screen import spell_quality
 from loosestep.recipes import Task
-from loosestep.trace.plots import groups
-from loosestep.trace.report import columns, common_target, write_report
+from loosestep.trace.report import columns, common_target, rows, write_report
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import RunFolder
 from loosestep.training.loop import starting_lr
 from loosestep.training.outcome import Outcome
 from loosestep.training.search import search, split_strategies
+from loosestep.training.watch import make_lab
 
 SHORTER = {"gradients/s": "grad/s", "MB/gradient": "MB/grad", "staleness": "stale"}  # a terminal has 80 columns
 SHORT = 4  # a trial of the learning-rate search has this fraction of the budget
@@ -86,9 +97,11 @@ def compare(
         chosen = [str(base.but(strategy=text).strategy) for text in split_strategies(strategies)]
         if len(set(chosen)) < max(1, len(chosen)) or not chosen:
             raise TrainingError(f"--strategies must name different strategies, got {strategies!r}")
+        make_lab(base)  # a run that cannot start here takes no name
         task = prepare(base, console)
         path = runs / (name or f"{asked.short(recipe)}-compare-{time.strftime('%m%d-%H%M%S')}")
-        comparison = Comparison(settle(base, task), task, path, console, single=seeds == 1)
+        advice = f"the same command with --name {path.name} goes on from there"
+        comparison = Comparison(settle(base, task), task, path, console, single=seeds == 1, advice=advice)
         rates = {text: comparison.find_rate(text) for text in chosen} if lr_search else {}
         for number in range(seeds):
             for text in chosen:
@@ -106,8 +119,9 @@ class Comparison:
     console: Console
     single: bool = False
     """One seed only: it need not be named."""
+    advice: str = ""
+    """How to continue after a failure."""
     outcomes: list[Outcome] = field(default_factory=list)
-    diverged: list[str] = field(default_factory=list)
 
     def find_rate(self, strategy: str) -> float:
         """The best rate of a short search on the first seed."""
@@ -116,11 +130,12 @@ class Comparison:
 
         def score(lr: float) -> float | None:
             outcome = self.run(config.but(lr=lr), f"search/{slug(strategy)}-lr{lr:.3g}", f"{strategy} lr {lr:.3g}")
-            value = None if outcome is None else outcome.quality
+            value = None if outcome.diverged else outcome.quality
             self.say(f"{strategy}  lr {lr:.3g}: " + ("diverged" if value is None else spell_quality(value)))
             return value
 
-        best, tried = search(score, starting_lr(config, self.task), higher_is_better=higher)
+        guess = starting_lr(config, self.task, config.counts())
+        best, tried = search(score, guess, higher_is_better=higher)
         self.console.print(f"[bold]{escape(strategy)}[/]: learning rate {best:.3g}", soft_wrap=True)
         lines = {"strategy": strategy, "best": best, "gradients": config.gradients, "tried": list(tried.items())}
         with (self.path / "search.jsonl").open("a", encoding="utf-8") as file:
@@ -132,37 +147,34 @@ class Comparison:
         title = strategy if self.single else f"{strategy}, seed {seed}"
         config = self.config.but(strategy=strategy, seed=seed, lr=lr)
         outcome = self.run(config, f"{slug(strategy)}-seed{seed}", title)
-        if outcome is None:
-            self.diverged.append(title)
+        self.outcomes.append(outcome)
+        if outcome.diverged:
             self.say(f"{title}: diverged; a lower --lr or --lr-search may help")
         else:
-            self.outcomes.append(outcome)
             self.console.print(f"{escape(title)}: {summary(outcome)}", soft_wrap=True)
 
-    def run(self, config: Config, name: str, title: str) -> Outcome | None:
-        """A run to its end, or what it was if it is there already; None if it diverged."""
+    def run(self, config: Config, name: str, title: str) -> Outcome:
+        """A run to its end, or what it was if it is there already; one that diverged is not tried again."""
         path = self.path / name
         folder = RunFolder(path) if (path / "config.toml").is_file() else new_folder(path, config)
-        before = folder.config()
-        if (before.strategy, before.gradients, before.options) != (config.strategy, config.gradients, config.options):
-            raise TrainingError(f"{path} is a run with other settings; give another --name")
-        if not any(line["kind"] == "final" for line in folder.metrics()):
-            ending = run_folder(folder, self.console, title, transient=True)
-            if ending.diverged:
-                return None
-            if not ending.complete:
-                raise TrainingError(f"{path}: {ending.problem}")
-        return Outcome.read(folder)
+        require_same(folder, config)
+        if folder.complete or folder.diverged:
+            return Outcome.read(folder) if folder.report_file.is_file() else report_of(folder)
+        ending = run_folder(folder, self.console, title, transient=True, advice=self.advice)
+        if not ending.complete and not ending.diverged:
+            report_so_far(folder)
+            raise TrainingError("; ".join(filter(None, (f"{path}: {ending.problem}", self.advice))))
+        return report_of(folder)
 
     def conclude(self, target: float | None) -> None:
         """The table and the report."""
-        if not self.outcomes:
-            raise TrainingError(f"every run diverged ({', '.join(self.diverged)}); try a lower --lr, or --lr-search")
         target = common_target(self.outcomes) if target is None else target
         wide = self.console if self.console.is_terminal else Console(width=160, highlight=False)
         wide.print(table(self.outcomes, target))
         write_report(self.outcomes, self.page, target=target)
         self.console.print(f"Report: [bold]{escape(str(self.page))}[/]", soft_wrap=True)
+        if all(outcome.diverged for outcome in self.outcomes):
+            raise TrainingError("every run diverged; try a lower --lr, or --lr-search")
 
     @property
     def page(self) -> Path:
@@ -180,8 +192,8 @@ def table(outcomes: Sequence[Outcome], target: float | None) -> Table:
     drawn.add_column("", style="bold", overflow="fold")
     for column in told:
         drawn.add_column(SHORTER.get(column.title, column.title), justify="right", overflow="fold")
-    for strategy, runs in groups(outcomes).items():
-        drawn.add_row(escape(strategy.replace(",", ", ")), *(column.cell(runs) for column in told))
+    for name, *cells in rows(outcomes, told):
+        drawn.add_row(escape(re.sub(r",(?! )", ", ", name)), *cells)
     return drawn
 
 

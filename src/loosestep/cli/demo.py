@@ -45,8 +45,7 @@ def demo(
 ) -> None:
     """A first look: speech recognition on two emulated nodes, three strategies side by side, in some minutes.
 
-    Needs no data: the speech is synthesised here. The same as loosestep compare acoustic --set preset=tiny --seeds 1
-    --nodes 2 --ranks-per-node 2 --bandwidth 100mbit.
+    Needs no data: the speech is synthesised here. With data, recipes and settings of your own: loosestep compare.
     """
     console = Console(highlight=False)
     with one_line_errors(), gentle_end():
@@ -62,7 +61,7 @@ def demo(
         comparison = Comparison(settle(config, task), task, path, console, single=True)
         for strategy in chosen:
             comparison.train(strategy, seed=0, lr=None)
-        explain(console, comparison.outcomes)
+        explain(console, [outcome for outcome in comparison.outcomes if not outcome.diverged])
         comparison.conclude(None)
         if browser and open_page(comparison.page):
             console.print("Opened in your browser.", style="dim")

@@ -46,15 +46,17 @@ def resume(
             raise TrainingError(f"{run} was simulated; repeat it with: {config.command}")
         launch = given_ranks()
         if launch is not None:
+            if (nodes, ranks_per_node, gradients, start) != (None, None, None, True):
+                raise TrainingError(
+                    f"under {launch.launcher} the ranks are those it gives, and each would change the run; first run, outside "
+                    f"of it: loosestep resume {run} --no-start with --nodes, --ranks-per-node or --gradients"
+                )
             train_as_given(config.but(**as_given(launch)), folder, launch, console)
+        nodes = config.nodes if nodes is None else nodes
+        ranks_per_node = config.ranks_per_node if ranks_per_node is None else ranks_per_node
+        config.but(nodes=nodes, ranks_per_node=ranks_per_node)  # a mistake in them shows before anything is changed
         config = lengthened(folder, config, gradients)
-        changed, done = rearrange(
-            folder,
-            config,
-            nodes=nodes or config.nodes,
-            ranks_per_node=ranks_per_node or config.ranks_per_node,
-            warn=say,
-        )
+        changed, done = rearrange(folder, config, nodes=nodes, ranks_per_node=ranks_per_node, warn=say)
         if done:
             say(done)
         if not start:
@@ -72,9 +74,8 @@ def lengthened(folder: RunFolder, config: Config, gradients: int | None) -> Conf
         config = config.but(gradients=gradients)
         config.write(folder.config_file)
         return config
-    complete = folder.metrics_file.is_file() and any(line["kind"] == "final" for line in folder.metrics())
-    if complete:
-        made = Outcome.read(folder).gradients
+    made = Outcome.read(folder).gradients if folder.complete else 0
+    if made and made >= (config.gradients or 0):
         raise TrainingError(
             f"{folder.path} is complete ({made} gradients); train it longer with --gradients {2 * made}"
         )

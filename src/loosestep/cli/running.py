@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import platform
 import shlex
@@ -20,6 +22,7 @@ from rich.progress import Progress
 
 import loosestep
 from loosestep.checkpoint import CheckpointError
+from loosestep.cli.asked import NOT_SETTINGS
 from loosestep.cli.launch import refuse
 from loosestep.cli.screen import Screen, spell_quality, spell_time
 from loosestep.recipes import RecipeError, Task, find_recipe
@@ -106,21 +109,40 @@ def new_folder(path: Path, config: Config) -> RunFolder:
     return folder
 
 
-def run_folder(folder: RunFolder, console: Console, title: str, *, transient: bool = False) -> Ending:
-    """All ranks of a run, to the end; `transient`: the picture goes when it is over."""
+def require_same(folder: RunFolder, config: Config) -> None:
+    """A run that is there already is continued only as it was begun."""
+    before = folder.config()
+    differ = [
+        f"{name} is {_given(old)} there and {_given(new)} now"
+        for name in (field.name for field in dataclasses.fields(Config) if field.name not in NOT_SETTINGS)
+        if (old := getattr(before, name)) != (new := getattr(config, name))
+    ]
+    if differ:
+        raise TrainingError(
+            f"{folder.path} is a run with other settings: {'; '.join(differ)}; give the same, or another --name"
+        )
+
+
+def _given(value: object) -> object:
+    return "not given" if value is None else value
+
+
+def run_folder(folder: RunFolder, console: Console, title: str, *, transient: bool = False, advice: str = "") -> Ending:
+    """All ranks of a run, to the end; `transient`: the picture goes when it is over. `advice`: how to continue it."""
     try:
         with Screen(console, title, transient=transient) as screen:
             return watch(folder, show=screen.show, print_line=screen.print_line)
     except SystemExit:  # Ctrl-C, SIGTERM or a closed terminal
-        console.print(
-            f"[yellow]loosestep:[/] interrupted; continue with: loosestep resume {folder.path}", soft_wrap=True
-        )
+        advice = advice or f"continue with: loosestep resume {folder.path}"
+        console.print(f"[yellow]loosestep:[/] interrupted; {escape(advice)}", soft_wrap=True)
         raise
 
 
 def conclude(folder: RunFolder, ending: Ending, console: Console) -> None:
     """Write the report and say how the run ended; exit if it did not."""
     if not ending.complete:
+        if report_so_far(folder):
+            console.print(f"Report: [bold]{escape(str(folder.report_file))}[/]", soft_wrap=True)
         saved = any((folder.path / "checkpoint").glob("generation-*/*"))
         advice = f"; continue it with: loosestep resume {folder.path}" if saved and not ending.diverged else ""
         Console(stderr=True, highlight=False).print(
@@ -129,17 +151,31 @@ def conclude(folder: RunFolder, ending: Ending, console: Console) -> None:
         raise typer.Exit(1)
     if ending.problem:
         console.print(f"[yellow]loosestep:[/] {escape(ending.problem)}; the others went on without it", soft_wrap=True)
+    console.print(summary(report_of(folder)), soft_wrap=True)
+    console.print(f"Report: [bold]{escape(str(folder.report_file))}[/]", soft_wrap=True)
+
+
+def report_of(folder: RunFolder) -> Outcome:
+    """What the run came to, and a page about it in its folder."""
     outcome = Outcome.read(folder)
     write_report([outcome], folder.report_file, timeline=folder.timeline_file)
-    console.print(summary(outcome), soft_wrap=True)
-    console.print(f"Report: [bold]{escape(str(folder.report_file))}[/]", soft_wrap=True)
+    return outcome
+
+
+def report_so_far(folder: RunFolder) -> bool:
+    """The page about a run that failed; whether there was anything to tell, and a disk to tell it on."""
+    with contextlib.suppress(TrainingError):  # the user hears of what went wrong first
+        report_of(folder)
+        return True
+    return False
 
 
 def summary(outcome: Outcome) -> str:
     """The result in one line."""
     quality = "" if outcome.quality is None else f"{outcome.quality_name} [bold]{spell_quality(outcome.quality)}[/]  "
+    result = "[bold]diverged[/]  " if outcome.diverged else quality
     return (
-        f"{quality}{outcome.gradients} gradients in {spell_time(outcome.seconds)}, {outcome.speed:.0f} per second, "
+        f"{result}{outcome.gradients} gradients in {spell_time(outcome.seconds)}, {outcome.speed:.0f} per second, "
         f"waiting {outcome.waiting:.0%}"
     )
 
@@ -155,7 +191,8 @@ def as_given(launch: Launch) -> dict[str, Any]:
 def train_as_given(config: Config, folder: RunFolder, launch: Launch, console: Console) -> None:
     """Under an outer launcher this process is a rank: rank 0 shows plain lines and writes the report.
 
-    A run that is there already is continued: so a launcher that restarts its ranks needs to know nothing.
+    A run that is there already is continued: so a launcher that restarts its ranks needs to know nothing. Settings that
+    it was not begun with are refused.
     """
     if folder.config_file.exists():
         before = folder.config()
@@ -164,6 +201,7 @@ def train_as_given(config: Config, folder: RunFolder, launch: Launch, console: C
                 f"{folder.path} was run by {before.counts()} ranks on its nodes, now they are {config.counts()}; first run: "
                 f"loosestep resume {folder.path} --nodes {config.nodes} --ranks-per-node {config.ranks_per_node} --no-start"
             )
+        require_same(folder, config.but(nodes=before.nodes, ranks_per_node=before.ranks_per_node))
         config = before
     elif launch.rank == 0:
         new_folder(folder.path, config)
@@ -182,4 +220,6 @@ def train_as_given(config: Config, folder: RunFolder, launch: Launch, console: C
     if code == 0 and launch.rank == 0:
         folder.merge_traces()
         conclude(folder, Ending(complete=True), console)
+    elif launch.rank == 0:
+        report_so_far(folder)
     raise typer.Exit(code)

@@ -25,6 +25,7 @@ from loosestep.recipes import find_recipe
 from loosestep.topology import Launch
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import RunFolder
+from loosestep.training.watch import make_lab
 
 
 def train(
@@ -85,6 +86,7 @@ def train(
 
 def train_here(config: Config, path: Path, console: Console) -> None:
     """Start the ranks and watch them."""
+    make_lab(config)  # a run that cannot start here takes no name
     config = settle(config, prepare(config, console))
     folder = new_folder(path, config)
     console.print(
@@ -98,6 +100,10 @@ def train_as_rank(config: Config, path: Path | None, launch: Launch, console: Co
     """Be one rank of those that somebody else started; all of them come to the same folder."""
     if path is None:
         raise TrainingError(f"under {launch.launcher} every rank needs to know the run's folder: give --name")
+    if config.bandwidth is not None:
+        raise TrainingError(
+            f"--bandwidth {config.bandwidth} needs ranks that train starts itself; under {launch.launcher} leave it out"
+        )
     config = settle(config, prepare(config, Console(quiet=launch.rank != 0))).but(**as_given(launch))
     train_as_given(config, RunFolder(path), launch, console)
 
