@@ -10,6 +10,7 @@ from loosestep.strategies import ADPSGD, DASO, AllReduce, DelayByOne, LocalSGD, 
 from loosestep.topology import Topology
 
 if TYPE_CHECKING:
+    from loosestep import lab as lab
     from loosestep.sim.cluster import Cluster
     from loosestep.sim.driver import simulate
 
@@ -37,9 +38,11 @@ _LAZY = {"Cluster": "loosestep.sim.cluster", "simulate": "loosestep.sim.driver"}
 
 
 def __getattr__(name: str) -> Any:
-    """The simulator is imported when it is asked for."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'loosestep' has no attribute {name!r}")
+    """The simulator and the lab are imported when they are asked for."""
     from importlib import import_module
 
+    if name == "lab":
+        return import_module("loosestep.lab")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'loosestep' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

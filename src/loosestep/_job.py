@@ -80,6 +80,7 @@ class Rank:
         self.cpu_seconds = 0.0
         self.ended = 0.0
         self._reaped = False
+        self._holders: set[object] = set()
         self._changed = threading.Condition()
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._partial = b""
@@ -95,11 +96,29 @@ class Rank:
             if not self._reaped:
                 os.kill(self.pid, number)
 
+    def hold(self, holder: object) -> None:
+        """Stop the rank and what it started (SIGSTOP) until all who hold it have let go."""
+        with self._changed:
+            self._holders.add(holder)
+            self._signal_group(signal.SIGSTOP)
+
+    def let_go(self, holder: object) -> None:
+        """The rank goes on (SIGCONT) if nobody else holds it."""
+        with self._changed:
+            self._holders.discard(holder)
+            if not self._holders:
+                self._signal_group(signal.SIGCONT)
+
+    def _signal_group(self, number: int) -> None:
+        if not self._reaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: it has ended, nobody has looked yet
+                os.killpg(self.pid, number)
+
     def wait(self, timeout: float | None = None) -> int:
         """The exit code; TimeoutError with the rank's last lines if it still runs after `timeout` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.returncode is not None, timeout):
-                raise TimeoutError(f"{self._story()} still runs after {timeout:g} s")
+                raise TimeoutError(f"{self.story()} still runs after {timeout:g} s")
             assert self.returncode is not None
             return self.returncode
 
@@ -114,10 +133,11 @@ class Rank:
             line = found()
             if line is None:
                 fate = f"still runs after {timeout:g} s" if self.returncode is None else describe(self.returncode)
-                raise TimeoutError(f"{self._story()} never said {text!r}: {fate}")
+                raise TimeoutError(f"{self.story()} never said {text!r}: {fate}")
             return line
 
-    def _story(self) -> str:
+    def story(self) -> str:
+        """Who it is and what it said last."""
         tail = "".join(f"\n  {line}" for line in list(self._lines)[-20:])
         return f"rank {self.number} [{self.place.label}], whose last lines are:{tail or ' (none)'}\n"
 
@@ -170,8 +190,9 @@ class Job:
         except FutureTimeoutError:
             if self._result.done():  # what the output callable raised, not our own time limit
                 raise
-            stories = "".join(rank._story() for rank in self.running)
-            raise TimeoutError(f"still running after {timeout:g} s:\n{stories}") from None
+            stories = "".join(rank.story() for rank in self.running)
+            seconds = time.monotonic() - self._begun
+            raise TimeoutError(f"still running after {seconds:.3g} s:\n{stories}") from None
 
     def ended(self, timeout: float) -> bool:
         """Whether every rank has ended, or does within `timeout` seconds."""
@@ -200,7 +221,9 @@ class Job:
     def _signal_all(self, number: int) -> None:
         for rank in self.running:
             rank.kill(number)
-            rank.kill(signal.SIGCONT)  # a stopped process acts on nothing but SIGKILL
+            with rank._changed:
+                rank._holders.clear()  # a stopped process acts on nothing but SIGKILL
+                rank._signal_group(signal.SIGCONT)
 
     def _run(self) -> None:
         pipes: dict[int, int] = {}

@@ -1,5 +1,6 @@
 """`loosestep lab` as a user meets it."""
 
+import contextlib
 import os
 import re
 import select
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -33,7 +35,15 @@ def test_a_run_ends_with_the_tables_of_links_and_ranks() -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
     assert sorted(done.stdout.splitlines()) == [f"[n{rank // 2} r{rank}] node {rank // 2} eth0" for rank in range(4)]
     assert done.returncode == 0, done.stderr
-    for text in ("rate Mbit/s", "sent MB", "use sending", "CPU s", "n0 r1 (2x slower)", "4 of 4 ranks ended well"):
+    for text in (
+        "rate Mbit/s",
+        "sent MB",
+        "use sending",
+        "CPU s",
+        "n0 r1 (2x slower)",
+        "0 to 1",
+        "4 of 4 ranks ended well",
+    ):
         assert text in done.stderr
 
 
@@ -47,6 +57,9 @@ def test_a_run_ends_with_the_tables_of_links_and_ranks() -> None:
         (["--slow", "1"], "expected RANK:FACTORx"),
         (["--link", "1=5"], "expected NODE-NODE=RATE"),
         (["--loss", "half"], "expected a share"),
+        (["--flip", "half"], "--flip 'half': expected a share of the packets such as 1%"),
+        (["--delay", "20"], "--delay '20': expected a duration such as 20ms"),
+        (["--partition", "0,1@5s:5s"], "cuts nothing: expected two groups of nodes or more"),
         (["--kill", "9@1s"], "there is no rank 9"),
         (["--nodes", "101"], "1 to 100 nodes"),
     ],
@@ -58,9 +71,62 @@ def test_bad_options_get_one_line_with_the_grammar(arguments: list[str], message
     assert len(result.output.splitlines()) == 1
 
 
-def test_a_missing_script_gets_one_line() -> None:
+def test_a_missing_script_gets_one_line_and_no_network_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loosestep.cli.lab.Lab", None)
     result = CliRunner().invoke(app, ["lab", "--", "missing.py"])
     assert (result.exit_code, result.output.splitlines()) == (2, ["loosestep: no script missing.py"])
+
+
+def test_without_a_network_ranks_and_faults_are_the_same() -> None:
+    arguments = ["--no-network", "--nodes", "2", "--kill", "1@0s", "--", "sh", "-c", "test $RANK = 0 || sleep 60"]
+    result = CliRunner().invoke(app, ["lab", *arguments])
+    assert result.exit_code == 128 + signal.SIGKILL
+    assert "rate Mbit/s" not in result.output
+    for text in ("0 s: rank 1 killed", "CPU s", "1 of 2 ranks failed (rank 1 on node 1: SIGKILL)"):
+        assert text in result.output
+
+
+def test_a_link_may_be_fast() -> None:
+    result = CliRunner().invoke(app, ["lab", "--link", "0-1=1gbit", "--", "true"])
+    assert result.exit_code == 0, result.output
+    assert "1000" in result.output
+
+
+@pytest.mark.parametrize(("seconds", "missing"), [("0.5", None), ("60", "rank 1 is not there")])
+def test_whoever_is_late_is_shown_and_the_tables_come_all_the_same(
+    seconds: str, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_for_start(self: Lab, timeout: float) -> None:
+        if missing is not None:
+            raise TimeoutError(f"{missing} after {timeout:g} s")
+
+    monkeypatch.setattr(Lab, "wait_for_start", wait_for_start)
+    options = ["--no-network", "--timeout", seconds, "--start-timeout", "7"]
+    result = CliRunner().invoke(app, ["lab", *options, "--", "sh", "-c", "echo begun; exec sleep 60"])
+    assert result.exit_code == 124
+    assert ("still running after" if missing is None else f"{missing} after 7 s") in result.output
+    assert "CPU s" in result.output
+    assert "2 of 2 ranks failed" in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_leave_nothing(number: signal.Signals) -> None:
+    code = "import os, signal; print('rank', os.getpid(), flush=True); signal.pause()"
+    arguments = [*COMMAND, "--bandwidth", "10mbit", "--delay", "1ms", "--", sys.executable, "-c", code]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(number)
+        told = process.communicate(timeout=30)[1]
+    assert process.returncode == 128 + number, told
+    assert f"{number.name}, ending the ranks" in told
+    mark = f"LOOSESTEP_LAB={process.pid}.".encode()
+    left = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            left += [environment.parent.name] if mark in environment.read_bytes() else []
+    assert all("rank" in line for line in lines)
+    assert not left
 
 
 def test_after_kill_9_of_the_lab_clean_removes_what_is_left() -> None:

@@ -68,6 +68,14 @@ def test_a_link_carries_what_it_is_said_to(rate: str, amount: float) -> None:
     assert sent == pytest.approx(received, rel=0.02)
 
 
+def test_the_same_lab_twice_gives_the_same_throughput() -> None:
+    speeds = []
+    for _ in range(2):
+        with Lab(2, bandwidth="50mbit") as lab:
+            speeds.append(measure(lab, 5e6)[0])
+    assert speeds[0] == pytest.approx(speeds[1], rel=0.05)
+
+
 def test_a_pair_of_nodes_may_have_a_slower_link_than_the_rest() -> None:
     with Lab(3, bandwidth="200mbit", links={(0, 1): "20mbit"}) as lab:
         assert 17 < measure(lab, 2.5e6)[0] < 21
@@ -75,6 +83,11 @@ def test_a_pair_of_nodes_may_have_a_slower_link_than_the_rest() -> None:
         assert measure(lab, 10e6)[0] > 170
     with Lab(2, links={(0, 1): "20mbit"}) as lab:
         assert 17 < measure(lab, 2.5e6)[0] < 21
+        assert lab.network is not None
+        rate, there, back = lab.network.pairs()[0, 1]
+    assert rate == 20_000_000
+    assert back == pytest.approx(2.5e6, rel=0.1)
+    assert 0 < there < 0.1 * back  # acknowledgements
 
 
 def test_a_limit_can_change_while_the_lab_lives() -> None:
@@ -161,7 +174,7 @@ def test_faults_come_at_their_times() -> None:
         state = Path(f"/proc/{job.ranks[1].pid}/stat")
         while state.read_text().rpartition(")")[2].split()[0] != "S":  # stopped, and going on again
             assert not job.ended(0.02)
-    told = ["0.1 s: nodes 0 cut off", "0.1 s: rank 1 stopped", "0.2 s: network healed", "0.2 s: rank 0 killed"]
+    told = ["0.1 s: nodes 0 cut off", "0.1 s: rank 1 stopped", "0.2 s: nodes 0 connected again", "0.2 s: rank 0 killed"]
     assert sorted(said[:4]) == told
 
 

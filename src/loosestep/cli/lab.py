@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
@@ -37,6 +38,9 @@ def lab(
     network: Annotated[bool, typer.Option(help="With network namespaces (needs Linux and root) or without.")] = True,
     module: IsModule = False,
     timeout: Timeout = None,
+    start_timeout: Annotated[
+        float, typer.Option(help="End everything if after so many seconds only some ranks are at the rendezvous.")
+    ] = 600.0,
 ) -> None:
     """Run SCRIPT on an emulated cluster: nodes with links of limited rate, slow ranks, faults.
 
@@ -49,32 +53,30 @@ def lab(
         return
     with gentle_end():
         try:
+            command = command_for(script[0], script[1:], module=module)
             faults: list[Fault] = [*map(grammar.kill, kill or []), *map(grammar.stop, stop or [])]
             faults += map(grammar.partition, partition or [])
             emulated = Lab(
                 nodes,
                 parse_ranks(ranks_per_node),
                 bandwidth=bandwidth,
-                links={pair: f"{rate / 1e3:g}kbit" for pair, rate in map(grammar.link, link or [])},
+                links=dict(map(grammar.link, link or [])),
                 delay=delay,
                 loss=loss,
+                flip=flip,
                 slow=dict(map(grammar.slow, slow or [])),
                 faults=faults,
                 network=network,
                 launcher=launcher,
-                wire=flip is not None,
             )
-            command = command_for(script[0], script[1:], module=module)
         except (ValueError, OSError, LabError) as error:
             refuse(error)
         with emulated:
-            if flip is not None:
-                emulated.flip_bytes(flip)
-            raise typer.Exit(watch(emulated, command, timeout))
+            raise typer.Exit(watch(emulated, command, timeout, start_timeout))
 
 
-def watch(emulated: Lab, command: list[str], timeout: float | None) -> int:
-    """Run to the end, with the closing table; the exit code."""
+def watch(emulated: Lab, command: list[str], timeout: float | None, start_timeout: float) -> int:
+    """Run to the end, in good time or not, with the closing table; the exit code."""
     from loosestep.lab.report import closing_table
 
     console = Console(stderr=True, highlight=False)
@@ -83,14 +85,19 @@ def watch(emulated: Lab, command: list[str], timeout: float | None) -> int:
         console.print(f"[bold yellow]\\[lab][/] {what}")
 
     with emulated.start(command, output=Printer(), announce=announce) as job:
+        begun = time.monotonic()
+        late = False
         try:
-            result = job.wait(timeout)
+            emulated.wait_for_start(start_timeout if timeout is None else min(timeout, start_timeout))
+            job.wait(None if timeout is None else max(0.0, begun + timeout - time.monotonic()))
         except TimeoutError as error:
             console.print(f"loosestep: {error}", markup=False)
-            return 124
+            late = True
+            job.stop()
+        result = job.wait()
         console.print(closing_table(emulated, result))
         console.print(closing_line(job, result), soft_wrap=True)
-        return result.exit_code
+        return 124 if late else result.exit_code
 
 
 def remove_leftovers() -> None:

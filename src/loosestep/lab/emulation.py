@@ -14,6 +14,7 @@ with Lab(nodes=2, bandwidth="100mbit", loss="1%") as lab:
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -24,11 +25,14 @@ from loosestep.lab import grammar, torchrun
 from loosestep.lab.faults import Announce, Schedule, Slowdown
 from loosestep.lab.grammar import Fault, Partition
 from loosestep.lab.leftovers import MARK, new_mark
+from loosestep.lab.meeting import has_met
 from loosestep.lab.network import INTERFACE, Network
 from loosestep.launch import Job, Output, Place, Result
 
 SLOW = "LOOSESTEP_SLOW"
 LAUNCHERS = ("loosestep", "torchrun")
+LOOK = 0.5
+"""Seconds between two looks at who has come to the rendezvous."""
 
 
 class LabError(RuntimeError):
@@ -42,11 +46,12 @@ class Lab:
     links      limits of single pairs of nodes below it: {(2, 3): "50mbit"}
     delay      one way between two nodes ("20ms"): a round trip takes twice that
     loss       share of the packets that vanish ("1%")
-    slow       {rank: factor}: the process gets 1/factor of the time, and LOOSESTEP_SLOW=factor in its environment
+    flip       share of the larger packets that are damaged unseen by TCP ("0.1%")
+    slow       {rank: factor}: the rank and what it starts get 1/factor of the time; LOOSESTEP_SLOW=factor in its environment
     faults     what is to happen when, counted from `start`: Kill, Stop, Partition
     network    False: no namespaces and no limits, the rest as usual
     launcher   "loosestep" (siblings of a dead rank live on) or "torchrun"
-    wire       lead all traffic through user space even if neither delay nor loss is given, as `flip_bytes` needs
+    wire       lead all traffic through user space even if neither delay, loss nor flip is given: they can come later
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Lab:
         links: Mapping[tuple[int, int], str] | None = None,
         delay: str | None = None,
         loss: str | None = None,
+        flip: str | None = None,
         slow: Mapping[int, float] | None = None,
         faults: Collection[Fault] = (),
         network: bool = True,
@@ -70,12 +76,14 @@ class Lab:
         self._effects = {
             "delay": 0.0 if delay is None else grammar.duration(delay),
             "loss": 0.0 if loss is None else grammar.share(loss),
+            "flip": 0.0 if flip is None else grammar.share(flip, what="--flip"),
         }
         self.slow = dict(slow or {})
         self.faults = list(faults)
         self.launcher = launcher
         self.job: Job | None = None
         self._attendants: list[Schedule | Slowdown] = []
+        self._meeting_port: int | None = None
         self._mark = new_mark()
         self._check(pairs)
         self.network: Network | None = None
@@ -113,11 +121,13 @@ class Lab:
         """
         if self.job is not None and self.job.running:
             raise LabError("this lab is running a job; wait for its end, stop it, or make another lab")
+        self._dismiss()
         command = launch.command_for(command[0], command[1:])
         if self.launcher == "torchrun":
             places, store = torchrun.places(command, self.counts, self.network), None
         else:
             places, store = self._places(command)
+            self._meeting_port = int(places[0].env["MASTER_PORT"])
         places = [self._complete(place, env or {}) for place in places]
         self.job = Job(places, output=output, store=store)
         self._attendants = [Slowdown(self.job, rank, factor) for rank, factor in self.slow.items() if factor > 1]
@@ -129,12 +139,34 @@ class Lab:
         try:
             if self.job is not None:
                 self.job.stop()
-            for attendant in self._attendants:
-                attendant.join()
+            self._dismiss()
         finally:
             if self.network is not None:
                 self.network.close()
                 self.network = None
+
+    def wait_for_start(self, timeout: float) -> None:
+        """Until all ranks have met at the rendezvous, or ended. TimeoutError with the last lines of those that have not.
+
+        A job of which no rank goes there within the time is one without torch.distributed, and left alone; so is one
+        under torchrun, which has a deadline of its own.
+        """
+        if self.job is None or self._meeting_port is None:
+            return
+        missing = {rank.number: rank for rank in self.job.ranks}
+        until = time.monotonic() + timeout
+        while True:
+            for rank in list(missing.values()):
+                if rank.returncode is not None or has_met(rank.pid, self._meeting_port):
+                    del missing[rank.number]
+            left = until - time.monotonic()
+            if not missing or self.job.ended(max(0.0, min(left, LOOK))):
+                return
+            if left <= 0:
+                break
+        if len(missing) < len(self.job.ranks):
+            stories = "".join(rank.story() for rank in missing.values())
+            raise TimeoutError(f"not at the rendezvous after {timeout:g} s, where others wait:\n{stories}")
 
     def __enter__(self) -> Lab:
         return self
@@ -157,12 +189,14 @@ class Lab:
         """One-way: nothing that node `source` sends reaches node `target`, until `heal`."""
         self._net().drop(source, target)
 
+    def rejoin(self, *groups: Collection[int]) -> None:
+        """Undo one `partition` of these groups; what others cut stays cut."""
+        for source, target in self._cuts(groups):
+            self._net().restore(source, target)
+
     def heal(self) -> None:
         """Undo every `partition` and `drop`."""
-        for source in range(len(self.counts)):
-            for target in range(len(self.counts)):
-                if source != target:
-                    self._net().restore(source, target)
+        self._net().restore_all()
 
     def flip_bytes(self, share: str) -> None:
         """Damage so many of the larger packets ("1%"), in a way that TCP does not notice; "0%" ends it."""
@@ -192,6 +226,12 @@ class Lab:
                 "the links of this lab are the kernel's; make it with wire=True to delay, lose or damage packets"
             )
         wire.set(**settings)
+
+    def _dismiss(self) -> None:
+        """Wait for those that attended the last job; they end with it."""
+        for attendant in self._attendants:
+            attendant.join()
+        self._attendants = []
 
     def _has_partitions(self) -> bool:
         return any(isinstance(fault, Partition) for fault in self.faults)
@@ -232,15 +272,22 @@ class Lab:
     def _check(self, pairs: Mapping[tuple[int, int], int]) -> None:
         """Every fault and limit names ranks and nodes that exist."""
         nodes, ranks = len(self.counts), sum(self.counts)
-        named = [(f"link {a}-{b}", max(a, b)) for a, b in pairs]
-        named += [(f"{fault}", max(map(max, fault.groups))) for fault in self.faults if isinstance(fault, Partition)]
-        for what, node in named:
-            if node >= nodes:
-                raise ValueError(f"{what}: there is no node {node}; the nodes are 0 to {nodes - 1}")
+        for a, b in pairs:
+            for node in (a, b):
+                if not 0 <= node < nodes:
+                    raise ValueError(f"link {a}-{b}: there is no node {node}; the nodes are 0 to {nodes - 1}")
+            if a == b:
+                raise ValueError(f"link {a}-{b}: expected two different nodes")
+        for fault in self.faults:
+            if isinstance(fault, Partition):
+                grammar.complete(fault.groups, nodes)
+        for rank, factor in self.slow.items():
+            if not factor >= 1:
+                raise ValueError(f"slow rank {rank}: expected a factor of at least 1, got {factor:g}")
         of_ranks = [(f"{fault}", fault.rank) for fault in self.faults if not isinstance(fault, Partition)]
         of_ranks += [(f"slow rank {rank}", rank) for rank in self.slow]
         for what, rank in of_ranks:
-            if rank >= ranks:
+            if not 0 <= rank < ranks:
                 raise ValueError(f"{what}: there is no rank {rank}; the ranks are 0 to {ranks - 1}")
         if self.launcher not in LAUNCHERS:
             raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}")
@@ -259,13 +306,19 @@ def _clear_refusal() -> Iterator[None]:
             f"{error.strerror}; the lab needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN), or --no-network"
         ) from None
     except FileNotFoundError as error:
-        raise LabError(f"{error.filename} is missing: delay and loss need the kernel's TUN driver") from None
+        raise LabError(f"{error.filename} is missing: delay, loss and flip need the kernel's TUN driver") from None
 
 
 def _make_network(nodes: int, **options: object) -> Network:
     if sys.platform != "linux":
         raise LabError(f"network namespaces exist on Linux only, this is {sys.platform}; use --no-network")
     with _clear_refusal():
-        import pyroute2  # noqa: F401
+        from pyroute2 import NetlinkError
 
-        return Network(nodes, **options)  # type: ignore[arg-type]
+        try:
+            return Network(nodes, **options)  # type: ignore[arg-type]
+        except NetlinkError as error:
+            raise LabError(
+                f"the kernel refused a part of the network ({error}); the lab needs bridge and veth, sch_tbf for a bandwidth, "
+                "sch_htb and cls_u32 for single links: load those modules, leave the option out, or use --no-network"
+            ) from None

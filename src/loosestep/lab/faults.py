@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from loosestep.lab.grammar import Fault, Kill, Stop
+from loosestep.lab.grammar import Fault, Kill, Partition, Stop
 from loosestep.launch import Job
 
 CYCLE = 0.02
@@ -20,19 +20,20 @@ class Cuttable(Protocol):
 
     def partition(self, *groups: Collection[int]) -> None: ...
 
-    def heal(self) -> None: ...
+    def rejoin(self, *groups: Collection[int]) -> None: ...
 
 
 Announce = Callable[[str], None]
 
 
 class Schedule:
-    """Carries the faults out at their times and says so; ends with the job."""
+    """Carries the faults out at their times and says so; ends with the job, and leaves no cut of its own behind."""
 
     def __init__(self, faults: Collection[Fault], job: Job, network: Cuttable, *, announce: Announce | None) -> None:
         self._job = job
         self._network = network
         self._announce = announce
+        self._cuts: list[Partition] = []
         events = [event for fault in faults for event in self._events_of(fault)]
         self._events = sorted(events, key=lambda event: event[0])
         self._thread = threading.Thread(target=self._run, name="loosestep-lab-faults", daemon=True)
@@ -48,16 +49,31 @@ class Schedule:
         if isinstance(fault, Stop):
             rank = self._job.ranks[fault.rank]
             return [
-                (fault.at, f"rank {fault.rank} stopped", lambda: rank.kill(signal.SIGSTOP)),
-                (fault.at + fault.lasts, f"rank {fault.rank} goes on", lambda: rank.kill(signal.SIGCONT)),
+                (fault.at, f"rank {fault.rank} stopped", lambda: rank.hold(fault)),
+                (fault.at + fault.lasts, f"rank {fault.rank} goes on", lambda: rank.let_go(fault)),
             ]
         groups = " / ".join(",".join(map(str, sorted(group))) for group in fault.groups)
         return [
-            (fault.at, f"nodes {groups} cut off", lambda: self._network.partition(*fault.groups)),
-            (fault.at + fault.lasts, "network healed", self._network.heal),
+            (fault.at, f"nodes {groups} cut off", lambda: self._cut(fault)),
+            (fault.at + fault.lasts, f"nodes {groups} connected again", lambda: self._mend(fault)),
         ]
 
+    def _cut(self, fault: Partition) -> None:
+        self._network.partition(*fault.groups)
+        self._cuts.append(fault)
+
+    def _mend(self, fault: Partition) -> None:
+        self._cuts.remove(fault)
+        self._network.rejoin(*fault.groups)
+
     def _run(self) -> None:
+        try:
+            self._carry_out()
+        finally:
+            for fault in list(self._cuts):
+                self._mend(fault)
+
+    def _carry_out(self) -> None:
         begin = time.monotonic()
         for at, what, act in self._events:
             if self._job.ended(max(0.0, begin + at - time.monotonic())):
@@ -83,6 +99,6 @@ class Slowdown:
 
     def _run(self) -> None:
         while not self._job.ended(self._on) and self._rank.returncode is None:
-            self._rank.kill(signal.SIGSTOP)
+            self._rank.hold(self)
             self._job.ended(CYCLE - self._on)
-            self._rank.kill(signal.SIGCONT)
+            self._rank.let_go(self)

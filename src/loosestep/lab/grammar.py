@@ -63,12 +63,13 @@ def share(text: str, *, what: str = "--loss") -> float:
     return float(match[1]) / 100
 
 
-def link(text: str) -> tuple[tuple[int, int], int]:
-    """((2, 3), bits per second) of `2-3=50mbit`."""
+def link(text: str) -> tuple[tuple[int, int], str]:
+    """((2, 3), "50mbit") of `2-3=50mbit`, the rate checked."""
     match = re.fullmatch(r"(\d+)-(\d+)=(.+)", text.strip())
     if match is None or match[1] == match[2]:
         raise ValueError(f"--link {text!r}: expected NODE-NODE=RATE, two different nodes, for example 2-3=50mbit")
-    return (int(match[1]), int(match[2])), rate(match[3], what=f"--link {match[1]}-{match[2]}=")
+    rate(match[3], what=f"--link {match[1]}-{match[2]}=")
+    return (int(match[1]), int(match[2])), match[3]
 
 
 def slow(text: str) -> tuple[int, float]:
@@ -109,6 +110,18 @@ def partition(text: str) -> Partition:
 
 
 def complete(groups: tuple[frozenset[int], ...], nodes: int) -> tuple[frozenset[int], ...]:
-    """The groups, with the nodes that none names as one more."""
-    rest = frozenset(range(nodes)).difference(*groups)
-    return (*groups, rest) if rest else groups
+    """The groups, with the nodes that none names as one more; at least two, or nothing would be cut."""
+    named = [node for group in groups for node in group]
+    shown = "/".join(",".join(map(str, sorted(group))) for group in groups)
+    for node in named:
+        if not 0 <= node < nodes:
+            raise ValueError(f"partition {shown}: there is no node {node}; the nodes are 0 to {nodes - 1}")
+    if len(named) != len(set(named)):
+        raise ValueError(f"partition {shown}: a node is in two groups; each node may be named once")
+    rest = frozenset(range(nodes)).difference(named)
+    found = (*groups, rest) if rest else groups
+    if len(found) < 2 or not all(found):
+        raise ValueError(
+            f"partition {shown} of {nodes} nodes cuts nothing: expected two groups of nodes or more, as in 0/1"
+        )
+    return found

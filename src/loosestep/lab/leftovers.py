@@ -2,13 +2,14 @@
 
 Namespaces and interfaces vanish with the last process that uses them, and ranks die with their lab; only a process
 that a rank sent off on its own can stay. Every process of a lab carries the lab's mark in its environment: the owner's
-pid and start time.
+pid and start time, and the namespace in which that pid is one: from outside of a container its pids mean nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,23 +27,24 @@ class Leftover:
 
 
 def new_mark() -> str:
-    """Identifies the lab of this process: pid and, since pids are reused, the time it started."""
-    return f"{os.getpid()}.{_start_time(os.getpid())}"
+    """Identifies the lab of this process: pid, the time it started since pids are reused, and whose pids these are."""
+    return f"{os.getpid()}.{_start_time(os.getpid())}.{_pid_namespace()}"
 
 
 def find() -> list[Leftover]:
-    """The processes whose lab is gone."""
+    """The processes whose lab is gone; those of a lab in a container can be judged in there only."""
     found = []
+    ours = re.compile(rf"{MARK}=(\d+)\.(\d+)\.{_pid_namespace()}".encode())
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended while we looked, or is another user's
             variables = (folder / "environ").read_bytes().split(b"\0")
-            mark = next((entry for entry in variables if entry.startswith(f"{MARK}=".encode())), None)
+            mark = next(filter(None, map(ours.fullmatch, variables)), None)
             if mark is None:
                 continue
-            owner, _, started = mark.decode().partition("=")[2].partition(".")
-            if _start_time(int(owner)) != started:
+            owner, started = int(mark[1]), mark[2].decode()
+            if _start_time(owner) != started:
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                found.append(Leftover(int(folder.name), int(owner), command))
+                found.append(Leftover(int(folder.name), owner, command))
     return [leftover for leftover in found if leftover.pid != os.getpid()]
 
 
@@ -61,3 +63,11 @@ def _start_time(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return None
+
+
+def _pid_namespace() -> int:
+    """Within which pids are unique; 0 where there are no such namespaces."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

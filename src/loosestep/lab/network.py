@@ -14,9 +14,11 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +50,8 @@ class Network:
             raise ValueError(f"a lab has 1 to {MOST_NODES} nodes, got {nodes}")
         self._rates = [rate] * nodes
         self._pairs = dict(pairs)
+        self._drops: Counter[tuple[int, int]] = Counter()
+        self._drops_lock = threading.Lock()
         self._handles: list[int] = []
         self.wire: Wire | None = None
         with ExitStack() as undo:
@@ -111,14 +115,34 @@ class Network:
         The source is made to believe that the target has the switch's own address: the switch takes the frames and, as
         no router, throws them away. So what is dropped is lost in the network, silently.
         """
-        self._address_frames(source, target, _SWITCH_MAC)
+        with self._drops_lock:
+            self._drops[source, target] += 1
+            self._address_frames(source, target, _SWITCH_MAC)
 
     def restore(self, source: int, target: int) -> None:
-        self._address_frames(source, target, _mac(target))
+        """Undo one `drop`; what was dropped twice flows again when both are undone."""
+        with self._drops_lock:
+            self._drops[source, target] -= 1
+            self._mend()
+
+    def restore_all(self) -> None:
+        """Undo every `drop`."""
+        with self._drops_lock:
+            self._drops = Counter(dict.fromkeys(self._drops, 0))
+            self._mend()
 
     def bytes(self) -> list[tuple[int, int]]:
         """(sent, received) over each node's cable since the lab began."""
         return [_inside(node, _counters) for node in self._nodes]
+
+    def pairs(self) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """Of the pairs with a limit of their own: (rate, bytes there, bytes back) since the last change of the limits."""
+        sent = [_inside(node, _class_counters) for node in self._nodes]
+
+        def between(source: int, target: int) -> int:
+            return sent[source][list(self._pair_rates(source)).index(self.address(target))]
+
+        return {(a, b): (rate, between(a, b), between(b, a)) for (a, b), rate in self._pairs.items()}
 
     def _open_namespace(self) -> int:
         handle = _in_thread(_new_namespace)
@@ -153,6 +177,11 @@ class Network:
         """The limits towards single nodes, by address."""
         rates = {pair: rate for (a, b), rate in self._pairs.items() for pair in ((a, b), (b, a))}
         return {self.address(target): rate for (source, target), rate in rates.items() if source == node}
+
+    def _mend(self) -> None:
+        for source, target in [pair for pair, count in self._drops.items() if count <= 0]:
+            del self._drops[source, target]
+            self._address_frames(source, target, _mac(target))
 
     def _address_frames(self, source: int, target: int, mac: str) -> None:
         def change() -> None:
@@ -215,6 +244,14 @@ def _counters() -> tuple[int, int]:
         return int(stats["tx_bytes"]), int(stats["rx_bytes"])
 
 
+def _class_counters() -> list[int]:
+    """What the buckets of single pairs let pass, in the order in which they were made."""
+    with _netlink() as netlink:
+        index = netlink.link_lookup(ifname=INTERFACE)[0]
+        classes = {found["handle"]: found.get_attr("TCA_STATS")["bytes"] for found in netlink.get_classes(index=index)}
+    return [int(count) for handle, count in sorted(classes.items()) if handle > PAIRS_HANDLE]
+
+
 @contextmanager
 def _netlink() -> Iterator[Any]:
     """A netlink connection in the namespace of the calling thread."""
@@ -225,9 +262,9 @@ def _netlink() -> Iterator[Any]:
 
 
 def _disable_ipv6() -> None:
-    switch = Path("/proc/sys/net/ipv6/conf/all/disable_ipv6")
-    if switch.exists():
-        switch.write_text("1")
+    """Its neighbour discovery is traffic that nobody asked for; where /proc/sys may not be written, that much is left."""
+    with suppress(OSError):
+        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
 
 
 def _new_namespace() -> int:

@@ -10,22 +10,26 @@ from loosestep.launch import Result, describe
 
 
 def closing_table(lab: Lab, result: Result) -> RenderableType:
-    """Bytes and use of each node's link, each way; CPU time and end of each rank."""
+    """Bytes and use of each node's cable and of each pair with a limit, each way; CPU time and end of each rank."""
     tables = [] if lab.network is None else [_links(lab, result.seconds)]
     return Group(*tables, _ranks(lab, result))
 
 
 def _links(lab: Lab, seconds: float) -> Table:
     table = Table(title=f"links in {seconds:.1f} s", title_justify="left")
-    for name in ("node", "rate Mbit/s", "sent MB", "received MB", "use sending", "use receiving"):
+    for name in ("", "rate Mbit/s", "sent MB", "received MB", "use sending", "use receiving"):
         table.add_column(name, justify="right")
     assert lab.network is not None
     for node, (sent, received) in enumerate(lab.bytes()):
-        rate = lab.network.rate(node)
-        uses = ["-" if rate is None else f"{8 * count / rate / seconds:.1%}" for count in (sent, received)]
-        named_rate = "no limit" if rate is None else f"{rate / 1e6:g}"
-        table.add_row(str(node), named_rate, f"{sent / 1e6:.2f}", f"{received / 1e6:.2f}", *uses)
+        table.add_row(f"node {node}", *_cells(lab.network.rate(node), sent, received, seconds))
+    for (a, b), (rate, there, back) in lab.network.pairs().items():
+        table.add_row(f"{a} to {b}", *_cells(rate, there, back, seconds))
     return table
+
+
+def _cells(rate: int | None, sent: int, received: int, seconds: float) -> list[str]:
+    uses = ["-" if rate is None else f"{8 * count / rate / seconds:.1%}" for count in (sent, received)]
+    return ["no limit" if rate is None else f"{rate / 1e6:g}", f"{sent / 1e6:.2f}", f"{received / 1e6:.2f}", *uses]
 
 
 def _ranks(lab: Lab, result: Result) -> Table:
