@@ -22,9 +22,14 @@ from loosestep.training.config import (
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 PLAIN = st.one_of(TEXT, st.integers(-(2**60), 2**60), st.booleans(), st.floats(allow_nan=False, allow_infinity=False))
+NESTED = st.recursive(
+    PLAIN | st.dates() | st.times() | st.datetimes(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
 
 
-@given(options=st.dictionaries(TEXT, PLAIN, max_size=4), lr=st.none() | st.floats(1e-9, 1e3), command=TEXT)
+@given(options=st.dictionaries(TEXT, NESTED, max_size=4), lr=st.none() | st.floats(1e-9, 1e3), command=TEXT)
 def test_a_config_survives_toml(options: dict[str, Any], lr: float | None, command: str) -> None:
     config = Config(recipe="vision", lr=lr, command=command, options=options, gradients=7)
     with tempfile.TemporaryDirectory() as folder:

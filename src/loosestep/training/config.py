@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import importlib
 import json
@@ -155,13 +156,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """TOML for numbers, texts and tables of them; what is None is left out."""
+    """TOML for numbers, texts, dates, lists and tables of them; what is None is left out."""
     plain = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
-    lines = [f"{_key(name)} = {_toml_value(value)}" for name, value in plain.items() if value is not None]
+    lines = _toml_pairs(plain)
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            lines += ["", f"[{_key(name)}]"]
-            lines += [f"{_key(inner)} = {_toml_value(item)}" for inner, item in value.items() if item is not None]
+            lines += ["", f"[{_key(name)}]", *_toml_pairs(value)]
     return "\n".join(lines) + "\n"
 
 
@@ -170,7 +170,17 @@ def _toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(_toml_pairs(value))}}}"
     return _quoted(str(value))
+
+
+def _toml_pairs(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(name)} = {_toml_value(value)}" for name, value in table.items() if value is not None]
 
 
 def _quoted(text: str) -> str:
