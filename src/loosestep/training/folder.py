@@ -11,6 +11,7 @@ While a run goes on each rank writes `trace/rank-N.jsonl`; they become `trace.js
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import json
 import math
@@ -161,12 +162,14 @@ class Journal:
         """`trace_bytes`: where this rank's trace goes on; what lies beyond was written after the checkpoint. `began`: wall
         time of second 0 of a virtual clock."""
         self.rank, self._folder = rank, folder
+        with writing(folder.metrics_file):
+            self._metrics = os.open(folder.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         path = folder.trace_of(rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._trace = path.open("ab")
-        if self._trace.tell() > trace_bytes:
-            self._trace.truncate(trace_bytes)
-        self._metrics = os.open(folder.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._trace = path.open("ab")
+            if self._trace.tell() > trace_bytes:
+                self._trace.truncate(trace_bytes)
         self._held: deque[Event] = deque()
         # Events of several machines share the wall clock.
         self._to_wall = time.time() - time.monotonic() if began is None else began
@@ -174,8 +177,10 @@ class Journal:
     def metric(self, kind: str, *, gradients: int, **fields: Any) -> None:
         """One line, in one write: several ranks append to the same file."""
         line = {"kind": kind, "rank": self.rank, "gradients": gradients, "time": round(time.time(), 3), **fields}
+        data = (_dumps(line) + "\n").encode()
         with writing(self._folder.metrics_file):
-            os.write(self._metrics, (_dumps(line) + "\n").encode())
+            if os.write(self._metrics, data) < len(data):  # a disk that is full has room for a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def event(self, event: Event) -> None:
         """The sink of a trace, called from whichever thread; the training thread writes."""

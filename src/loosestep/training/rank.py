@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from loosestep.comm.values import ReplayError
 from loosestep.recipes import RecipeError, find_recipe
 from loosestep.run import Run
 from loosestep.topology import Launch, detect_launch
-from loosestep.trace.recording import rank_file
+from loosestep.trace.recording import RecordingError, rank_file
 from loosestep.training.compared import compared
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import Journal, RunFolder
@@ -25,7 +26,7 @@ from loosestep.training.start import Start, find_start
 from loosestep.training.watch import DIVERGED, MARK
 
 FAILED, INTERRUPTED = 1, 130
-MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError, ReplayError)
+MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError, ReplayError, RecordingError)
 
 
 def train_rank(folder: RunFolder, config: Config, tell: Tell, launch: Launch | None = None) -> None:
@@ -70,22 +71,20 @@ def attach_to(
     """Attach; what cannot be attached is a mistake to be told in one line."""
     try:
         return attach(model, optimizer, config.strategy, deadline=config.deadline, record=record or False)
-    except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise TrainingError(str(error)) from error
 
 
 def own_device(name: str, local_rank: int) -> str:
     """`cuda` means a GPU for every rank of a node, shared when there are more ranks than GPUs."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise TrainingError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type != "cuda":
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise TrainingError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    if name == "cpu":
         return name
-    count = torch.cuda.device_count()
-    if count <= (device.index or 0):
+    count, index = torch.cuda.device_count(), name.partition(":")[2]
+    if count <= int(index or 0):
         raise TrainingError(f"--device {name}: this machine has {count} CUDA devices; use --device cpu")
-    return name if device.index is not None else f"cuda:{local_rank % count}"
+    return name if index else f"cuda:{local_rank % count}"
 
 
 def _trace_bytes(start: Start | None) -> int:
