@@ -66,6 +66,33 @@ def test_vectors_are_not_decayed() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": "adam"}, "optimizer must be one of sgd, adamw, got 'adam'"),
+        ({"schedule": "cosine"}, "schedule must be one of constant, warm-up, one-cycle, plateau, got 'cosine'"),
+        ({"lr": 0.0}, "lr must be positive, got 0.0"),
+        ({"epochs": -1.0}, "epochs must be positive, got -1.0"),
+    ],
+)
+def test_training_that_is_not_possible_is_explained(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Training(**settings)
+
+
+@pytest.mark.parametrize(("examples", "batch", "message"), [(0, 1, "at least 1 example"), (1, 0, "batch must be")])
+def test_a_dataset_without_batches_is_explained(examples: int, batch: int, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        DatasetTask(make_model=None, dataset=[1.0] * examples, loss=None, evaluate=None, batch=batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer", [{"loss": 0.5}, 0.5])
+def test_an_evaluation_without_what_is_judged_by_is_explained(answer: Any) -> None:
+    task = DatasetTask(make_model=nn.Identity, dataset=[1.0], loss=None, evaluate=lambda model: answer)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"evaluate must return a dict with 'accuracy', got .*0\.5"):
+        task.evaluate(task.make_model())
+
+
 def a_task(seed: int = 0) -> DatasetTask:
     draw = torch.Generator().manual_seed(0)
     inputs = torch.randn(50, 4, generator=draw)
@@ -172,6 +199,25 @@ def test_a_function_that_is_not_there_is_explained(tmp_path: Path) -> None:
     (tmp_path / "other_recipe.py").write_text(OWN)
     with pytest.raises(RecipeError, match=r"other_recipe\.py has no function number"):
         find_recipe(f"{tmp_path / 'other_recipe.py'}:number")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("import os\ndef recipe(:\n", r"broken_recipe\.py:2: invalid syntax"),
+        ("import no_such_module\n", r"broken_recipe\.py cannot be loaded: No module named 'no_such_module'"),
+        (
+            "def recipe(options): ...\n",
+            r"recipe in .*broken_recipe\.py must take \(options, \*, data, seed, device, progress\): got an unexpected",
+        ),
+        ("def recipe(options, other, **rest): ...\n", "missing a required argument: 'other'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_explained(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "broken_recipe.py"
+    file.write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        find_recipe(f"{file}:recipe")
 
 
 def test_the_embedded_recipes_list_their_options() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from loosestep.recipes.order import Order, Stream, mix
 
+GOLDEN = (6375474604893067239, 7617019192293260610, 4909851169395153553)
 sizes = st.integers(1, 60)
 
 
@@ -71,6 +72,16 @@ def test_mixed_seeds_differ() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_negative_seeds_are_seeds_of_their_own() -> None:
+    assert len({mix(seed, "order", 0) for seed in range(-50, 50)}) == 100
+    assert mix(-(2**70), "order") != mix(2**70, "order")
+
+
+def test_mixed_seeds_are_what_they_always_were() -> None:
+    """Data orders, models and noise of runs that were recorded or stopped depend on it."""
+    assert (mix(0), mix(0, "order", 0), mix(17, "augment", 123456)) == GOLDEN
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -80,7 +91,7 @@ def test_mixed_seeds_differ() -> None:
     ],
 )
 def test_nonsense_is_refused(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message):  # a RecipeError where it may be the user's
         Order(**arguments, seed=0)  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loosestep.recipes import Training
 from loosestep.recipes.schedules import (
     NAMES,
     Constant,
@@ -113,6 +114,14 @@ def test_by_name_the_daso_rule_scales_linearly_after_the_warm_up() -> None:
     assert made.factor(0) == 1.0
     assert made.factor(500) == 4.0
     assert schedule("plateau", total=1000, epoch=100, learners=4).factor(100) == 4.0
+
+
+@pytest.mark.parametrize("name", ["warm-up", "plateau"])
+def test_by_name_adam_scales_with_the_square_root(name: str) -> None:
+    assert schedule(name, total=100_000, epoch=100, learners=4, optimizer="adamw").factor(500) == 2.0
+    training = Training(optimizer="adamw", schedule=name)
+    assert training.make_schedule(total=100_000, epoch=100, learners=9).factor(500) == 3.0
+    assert Training(schedule=name).make_schedule(total=100_000, epoch=100, learners=9).factor(500) == 9.0
 
 
 def test_nonsense_is_refused() -> None:

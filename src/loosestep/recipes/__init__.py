@@ -1,6 +1,7 @@
 """Complete training problems: models, data, metrics and learning-rate rules."""
 
-from .base import Example, Option, Progress, Quality, Recipe, RecipeError, Task, Training
+from .base import Example, Option, Progress, Quality, Recipe, Task, Training
+from .errors import RecipeError
 from .find import find_recipe
 from .order import Order, Stream
 from .own import DatasetTask

@@ -23,6 +23,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from . import schedules
+from .errors import RecipeError, require
 from .order import BatchT, Order, Stream, mix
 
 Progress = Callable[[str, int, int], None]
@@ -31,10 +33,6 @@ Progress = Callable[[str, int, int], None]
 
 def no_progress(what: str, done: int, total: int) -> None:
     """The default: say nothing."""
-
-
-class RecipeError(ValueError):
-    """An option, a file or its content is not usable; the message says which, what was expected and what to do."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +46,32 @@ class Quality:
         return new < best if self.better == "lower" else new > best
 
 
+Optimizer = Literal["sgd", "adamw"]
+OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "adamw")
+
+
 @dataclass(frozen=True)
 class Training:
     """How a task is best trained by one learner; the learning-rate rules for many are in `schedules`."""
 
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Optimizer = "sgd"
     lr: float = 0.1
     weight_decay: float = 1e-4
     momentum: float = 0.9
     clip: float | None = None
     schedule: str = "constant"
     epochs: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("optimizer", OPTIMIZERS), ("schedule", schedules.NAMES)):
+            given = getattr(self, name)
+            require(given in known, f"{name} must be one of {', '.join(known)}, got {given!r}")
+        for name in ("lr", "epochs"):
+            require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+
+    def make_schedule(self, *, total: int, epoch: int, learners: int) -> schedules.Schedule:
+        """The schedule, scaled with the learners as the optimizer needs it."""
+        return schedules.schedule(self.schedule, total=total, epoch=epoch, learners=learners, optimizer=self.optimizer)
 
     def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
         """The optimizer; biases, norms and other vectors are not decayed."""
@@ -222,9 +235,3 @@ def _convert(name: str, value: Any, kind: Any, choices: Sequence[str]) -> Any:
     if choices and converted not in choices:
         raise RecipeError(f"option {name} must be one of {', '.join(choices)}, got {value!r}")
     return converted
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise a RecipeError with this message unless the condition holds."""
-    if not condition:
-        raise RecipeError(message)

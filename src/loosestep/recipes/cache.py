@@ -10,7 +10,7 @@ from typing import Any
 
 from loosestep import checkpoint
 
-from .base import RecipeError
+from .errors import RecipeError
 
 
 def cache_folder() -> Path:

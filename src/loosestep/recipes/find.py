@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 
 from .acoustic import AcousticRecipe
-from .base import Option, Progress, Recipe, RecipeError, Task, no_progress
+from .base import Option, Progress, Recipe, Task, no_progress
+from .errors import RecipeError
 from .vision import VisionRecipe
 
 
@@ -61,8 +63,19 @@ def _load(file: Path, function: str) -> Callable[..., Any]:
         raise RecipeError(f"recipe file {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)  # dataclasses and multiprocessing look modules up by name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as problem:
+        raise RecipeError(f"{problem.filename}:{problem.lineno}: {problem.msg}") from problem
+    except ImportError as problem:
+        raise RecipeError(f"recipe file {file} cannot be loaded: {problem}") from problem
     found = getattr(module, function, None)
     if not callable(found):
         raise RecipeError(f"{file} has no function {function}")
+    try:
+        inspect.signature(found).bind({}, data=None, seed=0, device=None, progress=None)
+    except TypeError as problem:
+        raise RecipeError(
+            f"{function} in {file} must take (options, *, data, seed, device, progress): {problem}"
+        ) from None
     return found  # type: ignore[no-any-return]

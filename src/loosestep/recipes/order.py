@@ -14,14 +14,16 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import require
+
 BatchT = TypeVar("BatchT")
 Indices = NDArray[np.int64]
 
 
 def mix(*parts: int | str) -> int:
-    """A 63-bit seed from several numbers and names: `mix(seed, "noise", 17)`."""
+    """A 63-bit seed from several numbers and names: `mix(seed, "noise", 17)`. A negative number counts from 2^64 on."""
     words = [part if isinstance(part, int) else int.from_bytes(part.encode(), "little") for part in parts]
-    state = np.random.SeedSequence([abs(word) for word in words]).generate_state(2, np.uint32)
+    state = np.random.SeedSequence([word if word >= 0 else 2**64 - word for word in words]).generate_state(2, np.uint32)
     return int(state[0]) << 31 ^ int(state[1])
 
 
@@ -31,10 +33,8 @@ class Order:
     def __init__(
         self, examples: int, *, batch: int, seed: int, lengths: Sequence[int] | None = None, pool: int = 16
     ) -> None:
-        if examples < 1:
-            raise ValueError(f"there must be at least 1 example, got {examples}")
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1, got {batch}")
+        require(examples >= 1, f"there must be at least 1 example to learn from, got {examples}")
+        require(batch >= 1, f"batch must be at least 1, got {batch}")
         if lengths is not None and len(lengths) != examples:
             raise ValueError(f"{len(lengths)} lengths were given for {examples} examples")
         self.examples = examples

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Quality, Task, Training
+from .errors import RecipeError
 from .order import Order
 
 
@@ -70,8 +71,11 @@ class DatasetTask(Task[Any]):
         with torch.no_grad():
             metrics = self._evaluate(model)
         model.train(training)
-        if self.quality.name not in metrics:
-            raise ValueError(f"evaluate must return {self.quality.name!r}, got {sorted(metrics)}")
+        if not isinstance(metrics, dict) or self.quality.name not in metrics:
+            raise RecipeError(
+                f"evaluate must return a dict with {self.quality.name!r}, got {metrics!r}; "
+                "what to judge by is DatasetTask(quality=Quality(name, better), ...)"
+            )
         return metrics
 
 

@@ -53,11 +53,22 @@ def local_scale(optimizer: torch.optim.Optimizer | str, learners: int) -> float:
     """What a strategy whose optimizers step on *local* gradients needs on top of the synchronous learning rate.
 
     SGD's updates are linear in the gradient: the mean of the replicas moves exactly as with the averaged gradient,
-    factor 1. Adam normalises each learner's own noisy gradient, so the mean moves less: about sqrt(n) makes up for it
-    (measured on AN4 with 4 learners: the synchronous .004 becomes .008).
+    factor 1. Adam normalises each learner's own noisy gradient, so the mean moves less: by sqrt(n) where noise is all.
+    A rule to begin with, not an optimum. On AN4 with 4 learners (benchmarks/ACOUSTIC.md) the best of the rates tried
+    were 1.0 (DASO), 1.25 (AD-PSGD) and 1.5 (delay-by-one) times the synchronous .004; at the rule's .008 delay-by-one
+    and AD-PSGD were worse. So search, or lower it.
     """
+    return sqrt_scale(learners) if _is_adam(optimizer) else 1.0
+
+
+def batch_scale(optimizer: torch.optim.Optimizer | str, learners: int) -> float:
+    """What the larger batch of n learners needs on top of one learner's rate: n for SGD, sqrt(n) for Adam."""
+    return sqrt_scale(learners) if _is_adam(optimizer) else linear_scale(learners)
+
+
+def _is_adam(optimizer: torch.optim.Optimizer | str) -> bool:
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
-    return sqrt_scale(learners) if "adam" in name.lower() else 1.0
+    return "adam" in name.lower()
 
 
 # -------------------------------------------------------------------------------------------------------- schedules
@@ -182,15 +193,17 @@ Name = Literal["constant", "warm-up", "one-cycle", "plateau"]
 NAMES: tuple[Name, ...] = ("constant", "warm-up", "one-cycle", "plateau")
 
 
-def schedule(name: str, *, total: int, epoch: int, learners: int = 1, warm_up: float = 5.0) -> Schedule:
+def schedule(
+    name: str, *, total: int, epoch: int, learners: int = 1, warm_up: float = 5.0, optimizer: str = "sgd"
+) -> Schedule:
     """A schedule by name, for a budget of `total` gradients and `epoch` gradients to an epoch.
 
-    "warm-up" and "plateau" scale linearly with the learners over `warm_up` epochs, but no more than a tenth of the
-    budget; the base rate of "constant" and "one-cycle" is taken as it is.
+    "warm-up" and "plateau" scale with the learners (`batch_scale`: n for SGD, sqrt(n) for Adam) over `warm_up` epochs,
+    but no more than a tenth of the budget; the base rate of "constant" and "one-cycle" is taken as it is.
     """
     _at_least_one("total", total)
     _at_least_one("epoch", epoch)
-    ramp = WarmUp(linear_scale(learners), min(round(warm_up * epoch), total // 10))
+    ramp = WarmUp(batch_scale(optimizer, learners), min(round(warm_up * epoch), total // 10))
     if name == "constant":
         return Constant()
     if name == "one-cycle":

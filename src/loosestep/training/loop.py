@@ -78,8 +78,8 @@ class Trainer:
         self.world = run.topology.world
         self.total = budget(config, task)
         self.lr = starting_lr(config, task, run.topology.weights)
-        self.schedule: Schedule = schedules.schedule(
-            task.training.schedule, total=self.total, epoch=task.order.batches_per_epoch, learners=self.world
+        self.schedule: Schedule = task.training.make_schedule(
+            total=self.total, epoch=task.order.batches_per_epoch, learners=self.world
         )
         self.checkpoints = Checkpoints(folder.checkpoints_of(config, run.rank), keep=config.keep)
         self.board = Board(

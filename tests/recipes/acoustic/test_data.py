@@ -179,6 +179,10 @@ def test_a_damaged_wav_is_named(wavs: Path) -> None:
         ("ann/1.wav\tone\tvalid\n", r"transcripts\.tsv:1: the third column must be train or test, got 'valid'"),
         ("ann/1.wav\tone\ttrain\nann/2.wav\tsay: two!\n", r"transcripts\.tsv:2: unknown character ':'"),
         ("ann/1.wav\tone\ttrain\n", "leaves nothing to test on"),
+        (
+            "ann/1.wav\tone\ttrain\nbob/3.wav\ttwo\ttest\nann/1.wav\ttwo\ttest\n",
+            r"tsv:3: ann/1\.wav is listed already in line 1; remove one",
+        ),
         (b"ann/1.wav\t\xff\n", r"transcripts\.tsv is not UTF-8"),
     ],
 )
@@ -191,6 +195,10 @@ def test_a_wrong_listing_is_explained(wavs: Path, content: str | bytes, message:
 def test_a_missing_empty_or_other_folder_is_explained(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="absent does not exist"):
         read_folder(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match="file is a file"):
+        read_folder(tmp_path / "file")
+    (tmp_path / "file").unlink()
     with pytest.raises(RecipeError, match=r"is empty: expected transcripts\.tsv"):
         read_folder(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")

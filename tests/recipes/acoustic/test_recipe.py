@@ -105,6 +105,15 @@ def test_more_outputs_than_units_are_allowed_and_fewer_are_not() -> None:
         a_task(outputs=5)
 
 
+def test_optimizer_and_schedule_can_be_chosen() -> None:
+    usual, chosen = a_task().training, a_task(optimizer="sgd", schedule="plateau", momentum=0.8).training
+    assert (usual.optimizer, usual.schedule) == ("adamw", "one-cycle")
+    assert chosen.schedule == "plateau"
+    optimizer = chosen.make_optimizer(torch.nn.Linear(2, 2))
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["momentum"] == 0.8
+
+
 def test_a_label_out_of_range_is_named() -> None:
     with pytest.raises(RecipeError, match=r"made up \d+: frame label 3 is out of range, expected 0\.\.2"):
         a_task(loss="frames", outputs=3)
@@ -120,6 +129,8 @@ def test_an_utterance_too_short_for_its_text_is_named() -> None:
     [
         ({"cells": "0"}, "option cells must be at least 1, got 0"),
         ({"dropout": "1.5"}, r"option dropout must be in \[0, 1\), got 1.5"),
+        ({"optimizer": "adam"}, "option optimizer must be one of sgd, adamw, got 'adam'"),
+        ({"schedule": "cosine"}, "option schedule must be one of constant, warm-up, one-cycle, plateau, got 'cosine'"),
         ({"loss": "mmi"}, "option loss must be one of ctc, frames, got 'mmi'"),
         ({"preset": "huge"}, "preset must be one of tiny, small, paper"),
         ({"cell": "1"}, "unknown option cell, did you mean cells?"),

@@ -148,6 +148,44 @@ def test_a_damaged_picture_is_named(folder: Path, tmp_path: Path) -> None:
             read_images(folder, size=8, cache=tmp_path / "cache")
 
 
+def test_one_npz_is_split_always_the_same_way(tmp_path: Path) -> None:
+    file = tmp_path / "alone.npz"
+    jpegs = [picture((i, 2 * i, 0), kind="JPEG") for i in range(60)]
+    arrays = {"jpeg": np.frombuffer(b"".join(jpegs), np.uint8), "offsets": np.cumsum([0, *map(len, jpegs)])}
+    write_npz(file, tuple(i % 2 for i in range(60)), **arrays)
+    write_npz(tmp_path / "test.npz")  # of something else: this is not train.npz
+    found, again = (read_images(file, size=8, cache=tmp_path / "cache") for _ in range(2))
+    assert found.name == "alone.npz"
+    assert len(found.train.labels) + len(found.test.labels) == 60
+    assert 1 <= len(found.test.labels) <= 15
+    assert torch.equal(found.test.images, again.test.images)
+    held_out = {int(image[1].float().mean()) for image in found.test.images}
+    assert not held_out & {int(image[1].float().mean()) for image in found.train.images}
+
+
+def test_train_npz_is_judged_by_test_npz_beside_it(npz: Path, tmp_path: Path) -> None:
+    of_folder, of_file = (read_images(path, size=8, cache=tmp_path / "cache") for path in (npz, npz / "train.npz"))
+    assert torch.equal(of_file.train.images, of_folder.train.images)
+    assert of_file.test.labels.tolist() == of_folder.test.labels.tolist() == [1, 0]
+    (npz / "test.npz").unlink()
+    with pytest.raises(RecipeError, match=r"train\.npz has too few pictures to hold out a tenth"):
+        read_images(npz / "train.npz", size=8, cache=tmp_path / "cache")
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pictures.zip").write_bytes(b"")
+    with pytest.raises(RecipeError, match=r"pictures\.zip is not a \.npz file; expected one with jpeg"):
+        read_images(tmp_path / "pictures.zip", size=8, cache=tmp_path)
+
+
+def test_digits_come_in_any_size() -> None:
+    small, large = digits(), digits(32)
+    assert large.train.images.shape == (1437, 1, 32, 32)
+    assert torch.equal(digits(8).train.images, small.train.images)
+    means = [images.train.images.float().mean().item() for images in (small, large)]
+    assert means[1] == pytest.approx(means[0], rel=0.01)
+
+
 def test_a_missing_or_empty_folder_is_explained(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="absent does not exist"):
         read_images(tmp_path / "absent", size=8, cache=tmp_path)

@@ -45,6 +45,11 @@ def test_batches_are_the_same_for_the_same_seed_and_number() -> None:
     assert not torch.equal(a.load(5).images, other.load(5).images)
 
 
+def test_digits_have_the_size_that_was_asked_for() -> None:
+    sizes = [VisionRecipe().build({**NARROW, **given}).load(0).images.shape[-1] for given in ({}, {"size": "12"})]
+    assert sizes == [8, 12]
+
+
 def test_images_are_normalised() -> None:
     task = VisionRecipe().build({**NARROW, "batch": "1437"})
     images = task.load(0).images

@@ -16,7 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..base import Progress, RecipeError, no_progress
+from ..base import Progress, no_progress
+from ..errors import RecipeError
 from . import units
 from .corpus import Corpus, Labels, Utterance
 from .features import BINS, Frames, log_mel
@@ -27,7 +28,7 @@ def read_folder(
 ) -> Corpus:
     """The corpus in `folder`, of whichever of the two kinds it is; `aligned`: with frame labels."""
     if not folder.is_dir():
-        raise RecipeError(f"data folder {folder} does not exist")
+        raise RecipeError(f"data folder {folder} {'is a file' if folder.exists() else 'does not exist'}")
     if (folder / "transcripts.tsv").is_file():
         return read_wavs(folder, rate=rate, aligned=aligned, progress=progress)
     if list((folder / "etc").glob("*_train.fileids")):
@@ -114,9 +115,12 @@ def read_wavs(folder: Path, *, rate: int = 16000, aligned: bool = False, progres
     if not rows:
         raise RecipeError(f"{listing} is empty: expected lines of FILE <tab> TEXT")
     parts: dict[str, list[Utterance]] = {"train": [], "test": []}
+    seen: dict[str, int] = {}
     for done, (number, line) in enumerate(rows):
         progress(f"reading {folder.name}", done, len(rows))
         name, text, part = _wav_row(line, f"{listing}:{number}")
+        if seen.setdefault(name, number) != number:
+            raise RecipeError(f"{listing}:{number}: {name} is listed already in line {seen[name]}; remove one of them")
         path = folder / name
         frames = log_mel(read_wav(path, rate), rate)
         if len(frames) == 0:

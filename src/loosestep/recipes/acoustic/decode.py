@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..base import RecipeError
+from ..errors import RecipeError
 
 
 def greedy(scores: Tensor, lengths: Tensor) -> list[list[int]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base import RecipeError
+from ..errors import RecipeError
 
 Frames = NDArray[np.float32]
 """One utterance: [frames, features], 100 frames a second."""

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from ..base import (
+    OPTIMIZERS,
     Example,
     Option,
     Progress,
     Quality,
-    RecipeError,
     Task,
     Training,
     list_options,
     no_progress,
     option,
     parse_options,
-    require,
 )
 from ..cache import cache_folder
+from ..errors import RecipeError, require
 from ..order import Order, mix
+from ..schedules import NAMES
 from . import decode, units
 from .augment import Augmentation
 from .batches import PADDING, Batch, collate
@@ -62,8 +63,11 @@ class AcousticOptions:
     test_utterances: int = option(120, "synthesised test utterances, when no data is given")
     rate: int = option(16000, "sampling rate of wav files")
     cepstra: int = option(13, "values per frame in Sphinx feature files")
-    lr: float = option(3e-3, "learning rate of one learner (AdamW)")
-    weight_decay: float = option(0.01, "of AdamW")
+    optimizer: str = option("adamw", "what steps; sgd needs a larger lr", OPTIMIZERS)
+    lr: float = option(3e-3, "learning rate of one learner")
+    momentum: float = option(0.9, "of SGD")
+    weight_decay: float = option(0.01, "of matrices")
+    schedule: str = option("one-cycle", "learning-rate rule", NAMES)
     epochs: float = option(60.0, "how long to train when nothing else is said")
 
     def __post_init__(self) -> None:
@@ -125,8 +129,8 @@ class AcousticTask(Task[Batch]):
         self.corpus = prepare(corpus, deltas=options.deltas, normalisation=options.normalise)  # type: ignore[arg-type]
         self.quality = Quality("wer" if options.loss == "ctc" else "fer", "lower")
         self.training = Training(
-            optimizer="adamw", lr=options.lr, weight_decay=options.weight_decay, clip=5.0, schedule="one-cycle",
-            epochs=options.epochs,
+            optimizer=options.optimizer, lr=options.lr, momentum=options.momentum,  # type: ignore[arg-type]
+            weight_decay=options.weight_decay, clip=5.0, schedule=options.schedule, epochs=options.epochs,
         )  # fmt: skip
         lengths = [len(u.frames) for u in corpus.train]
         self.order = Order(len(lengths), batch=options.batch, seed=seed, lengths=lengths)

@@ -22,8 +22,9 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from ..base import Progress, RecipeError, no_progress
+from ..base import Progress, no_progress
 from ..cache import cached
+from ..errors import RecipeError
 from ..order import mix
 from .corpus import Corpus, Labels, Utterance
 from .features import BINS, log_mel

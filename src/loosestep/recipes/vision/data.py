@@ -2,6 +2,7 @@
 
     train/CLASS/*.png, test/CLASS/*.png     a folder of pictures; or CLASS/*.png, of which a tenth is held out
     train.npz, test.npz                     `jpeg` (all bytes), `offsets`, `labels`, `classes`
+    NAME.npz                                one such file; `test.npz` beside `train.npz`, else a tenth is held out
 
 Decoded pictures are kept in the cache as bytes.
 """
@@ -19,12 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..base import Progress, RecipeError, no_progress
+from ..base import Progress, no_progress
 from ..cache import cached
+from ..errors import RecipeError
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
 
@@ -57,14 +60,16 @@ class _Encoded:
     digest: str
 
 
-def digits() -> Dataset:
-    """1,797 handwritten digits of 8x8 pixels, every fifth for testing."""
+def digits(size: int = 8) -> Dataset:
+    """1,797 handwritten digits of 8x8 pixels, brought to `size`; every fifth for testing."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as problem:
         raise RecipeError("the digits need scikit-learn: pip install 'loosestep[vision]', or give data") from problem
     found = load_digits()
     images = torch.from_numpy((found.images * (255.0 / 16.0)).round().astype(np.uint8))[:, None]
+    if size != images.shape[-1]:
+        images = F.interpolate(images.float(), (size, size), mode="bilinear", antialias=True).round().byte()
     labels = torch.from_numpy(found.target.astype(np.int64))
     test = torch.arange(len(images)) % 5 == 0
     return Dataset(
@@ -73,14 +78,14 @@ def digits() -> Dataset:
 
 
 def read_images(path: Path, *, size: int, cache: Path, progress: Progress = no_progress) -> Dataset:
-    """The pictures in the folder `path`, as squares of `size` pixels; decoded once, then read from the cache."""
-    if not path.is_dir():
-        raise RecipeError(f"data folder {path} does not exist")
-    if (path / "train.npz").exists():
-        train, classes = _read_npz(path / "train.npz")
-        test, test_classes = _read_npz(path / "test.npz")
-        if test_classes != classes:
-            raise RecipeError(f"{path / 'test.npz'} has the classes {test_classes}, train.npz has {classes}")
+    """The pictures in the folder or file `path`, as squares of `size` pixels; decoded once, then read from the cache."""
+    if path.is_file():
+        test_file = path.with_name("test.npz")
+        train, test, classes = _read_npzs(path, test_file if path.name == "train.npz" and test_file.exists() else None)
+    elif not path.is_dir():
+        raise RecipeError(f"data {path} does not exist")
+    elif (path / "train.npz").exists():
+        train, test, classes = _read_npzs(path / "train.npz", path / "test.npz")
     else:
         train, test, classes = _read_folder(path)
     decoded = [
@@ -93,7 +98,37 @@ def read_images(path: Path, *, size: int, cache: Path, progress: Progress = no_p
 # ---------------------------------------------------------------------------------------------- .npz of JPEG bytes
 
 
+def _read_npzs(train_file: Path, test_file: Path | None) -> tuple[_Encoded, _Encoded, tuple[str, ...]]:
+    """Of a file alone, the pictures whose digest says so are held out: always the same ones, and copies together."""
+    train, classes = _read_npz(train_file)
+    if test_file is not None:
+        test, test_classes = _read_npz(test_file)
+        if test_classes != classes:
+            raise RecipeError(f"{test_file} has the classes {test_classes}, {train_file.name} has {classes}")
+        return train, test, classes
+    held_out = [xxhash.xxh3_64_intdigest(train.read(i)) % 10 == 0 for i in range(len(train.labels))]
+    if all(held_out) or not any(held_out):
+        raise RecipeError(
+            f"{train_file} has too few pictures to hold out a tenth: put train.npz and test.npz in a folder"
+        )
+    parts = [_chosen(train, [i for i, test in enumerate(held_out) if test is wanted]) for wanted in (False, True)]
+    return parts[0], parts[1], classes
+
+
+def _chosen(encoded: _Encoded, which: Sequence[int]) -> _Encoded:
+    return _Encoded(
+        labels=[encoded.labels[i] for i in which],
+        read=lambda i: encoded.read(which[i]),
+        where=lambda i: encoded.where(which[i]),
+        digest=xxhash.xxh3_64_hexdigest(f"{encoded.digest} {which}".encode()),
+    )
+
+
 def _read_npz(path: Path) -> tuple[_Encoded, tuple[str, ...]]:
+    if path.suffix != ".npz":
+        raise RecipeError(
+            f"{path} is not a .npz file; expected one with jpeg, offsets, labels and classes, or a folder"
+        )
     try:
         with path.open("rb") as stream, zipfile.ZipFile(stream):  # opened here: numpy leaves a damaged file open
             stream.seek(0)

@@ -22,10 +22,11 @@ from ..base import (
     no_progress,
     option,
     parse_options,
-    require,
 )
 from ..cache import cache_folder
+from ..errors import require
 from ..order import Order, mix
+from ..schedules import NAMES
 from .augment import random_crop, random_flip
 from .data import Dataset, Pictures, digits, read_images
 from .resnet import ResNet, resnet
@@ -46,7 +47,7 @@ class VisionOptions:
     lr: float = option(0.025, "learning rate of one learner with this batch (SGD)")
     momentum: float = option(0.9, "of SGD")
     weight_decay: float = option(1e-4, "of SGD")
-    schedule: str = option("plateau", "learning-rate rule", ("plateau", "one-cycle", "warm-up", "constant"))
+    schedule: str = option("plateau", "learning-rate rule", NAMES)
     epochs: float = option(30.0, "how long to train when nothing else is said")
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class VisionOptions:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "digits": {"width": 0.5, "crop": 0, "flip": False, "lr": 0.1, "epochs": 10.0},
+    "digits": {"width": 0.5, "size": 8, "crop": 0, "flip": False, "lr": 0.1, "epochs": 10.0},
     "small": {},
     "paper": {"model": "resnet50", "norm": "batch", "size": 224, "crop": 16, "batch": 64, "epochs": 90.0},
 }
@@ -83,7 +84,7 @@ class VisionRecipe:
         given = dict(options) if data is None else {"preset": "small", **options}
         chosen = parse_options(VisionOptions, given, PRESETS)
         if data is None:
-            dataset = digits()
+            dataset = digits(chosen.size)
         else:
             dataset = read_images(Path(data), size=chosen.size, cache=cache_folder(), progress=progress)
         return VisionTask(chosen, dataset, seed=seed, device=torch.device(device))
