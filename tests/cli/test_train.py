@@ -29,11 +29,15 @@ pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
         (["train", "vision", "--data", "nowhere"], "nowhere"),
         (["train", "acoustic", "--data", "empty"], "empty"),
         (["train", "vision", "--device", "abacus"], "--device must be cpu, cuda or cuda:N, got 'abacus'"),
+        (["train", "vision", "--device", "meta"], "--device must be cpu, cuda or cuda:N, got 'meta'"),
+        (["train", "vision", "--device", "cuda:99"], "--device cuda:99: this machine has"),
         (["train", "vision", "--config", "nowhere.toml"], "nowhere.toml cannot be read: No such file"),
         (["train", "vision", "--gradients", "9", "--epochs", "1"], "--gradients or --epochs, not both"),
         (["train", TINY, "--set", "wrong=1"], "option wrong is wrong"),
         (["train", TINY, "--bandwidth", "fast", "--name", "x"], "--bandwidth fast: "),
         (["compare", TINY, "--bandwidth", "fast", "--name", "x"], "--bandwidth fast: "),
+        (["train", TINY, "--set", "schedule=cosine"], "schedule must be one of constant, warm-up, one-cycle, plateau"),
+        (["train", TINY, "--set", "batch=0"], "batch must be at least 1, got 0"),
         (["compare", "vision", "--strategies", "daso,dasso"], "unknown strategy 'dasso'"),
         (["compare", "vision", "--strategies", "daso,daso"], "must name different strategies"),
         (["report", "nowhere"], "nowhere does not exist"),
@@ -50,7 +54,9 @@ def test_a_mistake_is_one_clear_line(arguments: list[str], message: str) -> None
 
 
 def test_options_of_a_recipe_are_listed() -> None:
-    assert "preset=digits" in loosestep("train", "vision", "--options")
+    for command in ("train", "compare", "simulate"):
+        assert "preset=digits" in loosestep(command, "vision", "--options")
+    assert "your own function decides" in loosestep("compare", TINY, "--options")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import typer
 from loosestep.cli import lab, launch
 from loosestep.cli.compare import compare
 from loosestep.cli.demo import demo
+from loosestep.cli.guide import guide
 from loosestep.cli.replay import replay
 from loosestep.cli.report import report
 from loosestep.cli.resume import resume
@@ -14,12 +15,12 @@ from loosestep.cli.train import train
 app = typer.Typer(no_args_is_help=True, help="Asynchronous, decentralised data-parallel training for PyTorch.")
 
 app.command("demo")(demo)
-app.command("train")(train)
-app.command("compare")(compare)
+app.command("train", epilog=guide())(train)
+app.command("compare", epilog=guide())(compare)
 app.command("replay")(replay)
 app.command("report")(report)
 app.command("resume")(resume)
-app.command("simulate")(simulate)
+app.command("simulate", epilog=guide())(simulate)
 
 # Everything after SCRIPT belongs to the script, also what looks like an option of ours.
 passes_on = {"allow_interspersed_args": False}

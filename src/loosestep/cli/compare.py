@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from loosestep.cli import asked
+from loosestep.cli import asked, completion
 from loosestep.cli.launch import gentle_end
 from loosestep.cli.running import (
     given_ranks,
@@ -47,7 +47,11 @@ SHORT = 4  # a trial of the learning-rate search has this fraction of the budget
 def compare(
     recipe: asked.RecipeName,
     strategies: Annotated[
-        str, typer.Option(help="Separated by commas, with their fields: allreduce,daso:period=4,delay=2,adpsgd.")
+        str,
+        typer.Option(
+            help="Separated by commas, with their fields: allreduce,daso:period=4,delay=2,adpsgd.",
+            autocompletion=completion.strategies,
+        ),
     ] = "allreduce,daso,adpsgd:topology=random-ring,delay-by-one",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 3,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
@@ -74,6 +78,7 @@ def compare(
         str | None, typer.Option(help="Of the folder; one that is there is continued (recipe-compare-time).")
     ] = None,
     runs: asked.Runs = Path("runs"),
+    options: asked.ListOptions = False,
 ) -> None:
     """Train RECIPE with every strategy and seed, at the same budget of gradients; print a table, write a report.
 
@@ -94,6 +99,9 @@ def compare(
             "evaluate_every": evaluate_every,
         }  # fmt: skip
         base = asked.gather(given, config, settings or [], batch)
+        if options:
+            asked.show_options(base.recipe, console)
+            return
         chosen = [str(base.but(strategy=text).strategy) for text in split_strategies(strategies)]
         if len(set(chosen)) < max(1, len(chosen)) or not chosen:
             raise TrainingError(f"--strategies must name different strategies, got {strategies!r}")

@@ -55,6 +55,7 @@ def simulate(
     timing_only: Annotated[
         bool, typer.Option("--timing-only", help="Predict the speed without any training; thousands of ranks.")
     ] = False,
+    options: asked.ListOptions = False,
 ) -> None:
     """Train RECIPE on virtual ranks in this process, on a virtual clock; the run and its report go to runs/NAME.
 
@@ -70,6 +71,9 @@ def simulate(
             "device": device, "evaluate_every": evaluate_every,
         }  # fmt: skip
         wanted = asked.gather(given, config, settings or [], batch)
+        if options:
+            asked.show_options(wanted.recipe, console)
+            return
         task = prepare(wanted, console)
         measured = compute is None
         if compute is None:

@@ -21,7 +21,6 @@ from loosestep.cli.running import (
     settle,
     train_as_given,
 )
-from loosestep.recipes import find_recipe
 from loosestep.topology import Launch
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import RunFolder
@@ -54,16 +53,15 @@ def train(
     ] = None,
     name: asked.RunName = None,
     runs: asked.Runs = Path("runs"),
-    options: Annotated[
-        bool, typer.Option("--options", help="List what --set can change for RECIPE, and leave.")
-    ] = False,
+    options: asked.ListOptions = False,
 ) -> None:
     """Train RECIPE with a strategy; everything about the run goes to runs/NAME.
 
-    Starts its own processes (--nodes, --ranks-per-node), or uses those it is given: torchrun, srun, mpirun, loosestep
-    launch, loosestep lab. Options override --config, which overrides the recipe.
+    Starts its own processes (--nodes, --ranks-per-node), or uses those it is
+    given: torchrun, srun, mpirun, loosestep launch, loosestep lab. Options
+    override --config, which overrides the recipe.
 
-    Example: loosestep train vision --strategy daso:period=4 --nodes 2 --ranks-per-node 2 --epochs 5
+    Example: loosestep train vision --strategy daso:period=4 --nodes 2 --epochs 5
     """
     console = Console(highlight=False)
     with one_line_errors(), gentle_end():
@@ -75,7 +73,7 @@ def train(
         }  # fmt: skip
         wanted = asked.gather(given, config, settings or [], batch)
         if options:
-            list_options(wanted.recipe, console)
+            asked.show_options(wanted.recipe, console)
             return
         launch = given_ranks()
         if launch is None:
@@ -106,12 +104,3 @@ def train_as_rank(config: Config, path: Path | None, launch: Launch, console: Co
         )
     config = settle(config, prepare(config, Console(quiet=launch.rank != 0))).but(**as_given(launch))
     train_as_given(config, RunFolder(path), launch, console)
-
-
-def list_options(recipe: str, console: Console) -> None:
-    """What --set understands."""
-    found = find_recipe(recipe).options()
-    for option in found:
-        console.print(f"  [bold]{option.name}[/]={option.default}  {option.help}", soft_wrap=True)
-    if not found:
-        console.print("your own function decides what --set means")

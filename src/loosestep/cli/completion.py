@@ -1,0 +1,46 @@
+"""What the shell offers when Tab is pressed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from loosestep.recipes import find_recipe
+from loosestep.strategies import STRATEGIES
+
+RECIPES = ("acoustic", "vision")
+
+
+def recipes(begun: str) -> list[str]:
+    """Those there are, Python files, and folders on the way to them."""
+    names = [name for name in RECIPES if name.startswith(begun)]
+    folder = Path(begun or ".") if begun.endswith("/") else Path(begun).parent
+    if not folder.is_dir():
+        return names
+    paths = [f"{path}/" if path.is_dir() else str(path) for path in sorted(folder.iterdir())]
+    return names + [path for path in paths if path.startswith(begun) and path.endswith(("/", ".py"))]
+
+
+def strategy(begun: str) -> list[str]:
+    return [name for name in STRATEGIES if name.startswith(begun)]
+
+
+def strategies(begun: str) -> list[str]:
+    """The last of several, separated by commas."""
+    before, comma, last = begun.rpartition(",")
+    return [before + comma + name for name in strategy(last)]
+
+
+def device(begun: str) -> list[str]:
+    return [name for name in ("cpu", "cuda") if name.startswith(begun)]
+
+
+def setting(context: typer.Context, begun: str) -> list[tuple[str, str]]:
+    """The options of the recipe that was named before, each with its help."""
+    words = {
+        context.params.get("recipe"),
+        *context.args,
+    }  # an argument is not parsed yet when an option waits for its value
+    options = [option for name in RECIPES if name in words for option in find_recipe(name).options()]
+    return [(f"{option.name}=", option.help) for option in options if option.name.startswith(begun)]

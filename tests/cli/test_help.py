@@ -1,0 +1,75 @@
+"""`--help` and Tab: enough to need nothing else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from loosestep.cli import app
+from loosestep.strategies import STRATEGIES
+
+
+@pytest.fixture(params=["train", "compare", "simulate"])
+def page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The help of a command in a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    return CliRunner().invoke(app, [request.param, "--help"]).output
+
+
+def test_help_names_every_strategy_with_its_fields(page: str) -> None:
+    for name, (kind, make) in STRATEGIES.items():
+        told = re.search(rf"^ +{name} .*\n(?: {{17}}.*\n)*", page, re.MULTILINE)
+        assert told, name
+        assert make is not kind or all(f"{field.name}=" in told[0] for field in fields(kind)), told[0]
+
+
+def test_help_tells_the_layouts_of_data_and_the_signature_of_a_recipe(page: str) -> None:
+    for word in ("transcripts.tsv", "feat/ID.mfc", "train/CLASS/*.png", "train.npz", "--options"):
+        assert word in page
+    assert "def recipe(options, *, data, seed, device, progress):" in page
+
+
+def test_help_fits_a_terminal(page: str) -> None:
+    assert max(map(len, page.splitlines())) <= 80
+
+
+def offered(line: str) -> list[str]:
+    """What bash is offered at the end of this line."""
+    words = line.split(" ")
+    variables = {
+        "_LOOSESTEP_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    return CliRunner().invoke(app, [], prog_name="loosestep", env=variables).output.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("loosestep tr", ["train"]),
+        ("loosestep train a", ["acoustic"]),
+        ("loosestep train m", ["mine.py"]),
+        ("loosestep train fold", ["folder/"]),
+        ("loosestep train folder/", ["folder/other.py"]),
+        ("loosestep train nowhere/", []),
+        ("loosestep train vision --strategy da", ["daso", "daso-paper"]),
+        ("loosestep compare vision --strategies allreduce,ad", ["allreduce,adpsgd"]),
+        ("loosestep compare vision --strategies daso:period=4,delay=1,loc", ["daso:period=4,delay=1,localsgd"]),
+        ("loosestep train vision --device c", ["cpu", "cuda"]),
+        ("loosestep train vision --set mo", ["model=", "momentum="]),
+        ("loosestep train acoustic --set ce", ["cells=", "cepstra="]),
+        ("loosestep train --set ce", []),
+    ],
+)
+def test_tab_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, completions: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for file in ("mine.py", "notes.txt", "folder/other.py", "folder/data.csv"):
+        (tmp_path / file).touch()
+    assert offered(line) == completions
