@@ -47,7 +47,7 @@ class GossipEngine:
         if strategy.average_momentum:
             self._extras += momentum(learner)
         self._variances = variances(learner.model)
-        self._begun: list[tuple[int, Pending]] = []
+        self._begun: list[tuple[int, int, Pending]] = []
         cores = len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
         if not learner.replica.staging.remote:
             cores = min(1.0, cores)  # the others compute
@@ -98,18 +98,28 @@ class GossipEngine:
 
     def fold(self) -> None:
         """y <- y + u; x <- y"""
-        self._land(force=bool(self._learner.replica.floating))
+        self._land(force=False)
 
-    def _land(self, *, force: bool) -> None:
-        assert self._mailbox is not None
-        floors = [] if self._mailbox.busy else self._floors()
-        self._report(self._mailbox.boundary(self._tensors(), force=force))
+    def _land(self, *, force: bool, stepped: bool = True) -> None:
+        floors = self._floors()
+        self._cross(self._tensors(), force=force, stepped=stepped)
         self._keep_positive(floors)
 
-    def _settle(self) -> None:
-        """Complete what a relay has only begun: a round needs exactly the values of its step."""
-        if isinstance(self._mailbox, Mailbox) and self._mailbox.relayed:
-            self._report(self._mailbox.settle(self._tensors()))
+    def _cross(self, tensors: Vector, *, force: bool, stepped: bool) -> None:
+        """y <- y + u; x <- y, after a step or (completely) in the middle of one."""
+        assert self._mailbox is not None
+        if stepped:
+            fold = self._mailbox.boundary(tensors, force=force, within=self._strategy.max_staleness)
+        else:
+            fold = self._mailbox.settle(tensors)
+        if not fold.skipped and fold.chunks:
+            self.trace.emit(
+                "fold",
+                staleness=fold.staleness_mean,
+                staleness_max=fold.staleness_max,
+                step=self._learner.state["step"],
+                seconds=fold.seconds,
+            )
 
     def due(self) -> int:
         """How many exchanges to begin now."""
@@ -127,32 +137,30 @@ class GossipEngine:
         self.trace.emit("start", exchange=round_number, step=self._learner.state["step"], peer=self._members[peer])
         pending = self._mailbox.exchange(self._members[peer], weight)
         if self._strategy.max_staleness is not None:
-            self._begun.append((self._learner.state["step"], pending))
+            self._begun.append((self._learner.state["step"], self._members[peer], pending))
 
     def mix(self, round_number: int) -> None:
-        """One round of exactly the mixing matrix."""
-        self.fold()
-        self._settle()
+        """One round of exactly the mixing matrix, from exactly the values of this step."""
+        self._land(force=True)
         row = self._graph.round(self._me, round_number, self._alive()) if self._mailbox is not None else {}
-        start, steps = self.trace.clock(), 0 if self._mailbox is None else self._mailbox.steps
+        start = self.trace.clock()
         if row and self._mailbox is not None:
             self.trace.emit("start", exchange=round_number, step=self._learner.state["step"])
             weights = {self._members[peer]: weight for peer, weight in row.items()}
             self._mailbox.lockstep_round(round_number, weights, timeout=self._world.deadline)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="lockstep")
-        self._land(force=True)
-        self._settle()
-        if self._mailbox is not None:
-            self._mailbox.steps = steps  # folding the round is not another step
+        self._land(force=True, stepped=False)
 
     def wait_for(self, age: int) -> None:
         """Wait for own exchanges that were begun `age` or more steps ago, as long as their peer is there."""
+        if self._mailbox is None:
+            return
         start, step = self.trace.clock(), self._learner.state["step"]
-        for begun, pending in self._begun:
-            while step - begun >= age and not pending.wait(0.05):
-                if self.trace.clock() - start > self._world.deadline or len(self._alive()) < 2:
+        for begun, peer, pending in self._begun:
+            while step - begun >= age and peer in self._mailbox.alive() and not pending.wait(0.05):
+                if self.trace.clock() - start > self._world.deadline:
                     break
-        self._begun = [(begun, pending) for begun, pending in self._begun if not pending.done()]
+        self._begun = [exchange for exchange in self._begun if not exchange[-1].done()]
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="staleness")
 
     # The run's side (`Engine`) ----------------------------------------------------------------------------------------
@@ -245,16 +253,6 @@ class GossipEngine:
         assert self._mailbox is not None
         alive = self._mailbox.alive()
         return {index for index, rank in enumerate(self._members) if rank in alive or index == self._me}
-
-    def _report(self, fold: Any) -> None:
-        if not fold.skipped and fold.chunks:
-            self.trace.emit(
-                "fold",
-                staleness=fold.staleness_mean,
-                staleness_max=fold.staleness_max,
-                step=self._learner.state["step"],
-                seconds=fold.seconds,
-            )
 
     def _floors(self) -> Vector:
         """A tenth of every variance."""
@@ -350,19 +348,25 @@ class NodeGossipEngine(GossipEngine):
             _write(self._extras, vector[-1])
 
     def fold(self) -> None:
-        """y <- y + u; x <- y for the own shard, then all shards of the node."""
+        """y <- y + u; x <- y for the own shard, then all shards of the node: shared at every step, so folded at every step."""
         if self._splits:
             self._comm.invite()
         self._land(force=self._splits)
 
-    def _land(self, *, force: bool) -> None:
+    def mix(self, round_number: int) -> None:
+        """One round of exactly the mixing matrix, for the own shard."""
+        if self._splits:
+            self._comm.invite()
+        super().mix(round_number)
+
+    def _land(self, *, force: bool, stepped: bool = True) -> None:
         floors = self._floors()
         vector = self._vector()
         if len(self._comm.present) < self._mates:  # somebody did not make this step: its shard comes from one who did
             leader = self._comm.present[0]
             vector = self._comm.broadcast_state({"vector": vector}, root=leader)["vector"]
         if self._mailbox is not None:
-            self._report(self._mailbox.boundary(self._pieces(vector), force=force))
+            self._cross(self._pieces(vector), force=force, stepped=stepped)
         start = self.trace.clock()
         self._share(vector)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="node")

@@ -284,6 +284,23 @@ def test_a_boundary_is_skipped_while_folding_has_used_up_its_share(share, skippe
         assert c.boxes[0].boundary(c.params[0]).skipped is skipped
 
 
+def test_staleness_counts_the_steps_whose_fold_was_skipped():
+    with cluster(2, fold_share=1e-9) as c:
+        c.boxes[0].boundary(c.params[0])
+        c.exchange(0, 1)
+        assert all(c.boxes[0].boundary(c.params[0]).skipped for _ in range(3))
+        assert c.boxes[0].boundary(c.params[0], force=True).staleness_max == 4
+
+
+def test_nothing_that_has_landed_gets_older_than_the_bound():
+    with cluster(2, fold_share=1e-9) as c:
+        c.boxes[0].boundary(c.params[0])
+        c.exchange(0, 1)
+        folds = [c.boxes[0].boundary(c.params[0], within=3) for _ in range(6)]
+        assert [fold.skipped for fold in folds] == [True, True, False, True, True, True]
+        assert folds[2].staleness_max == 3
+
+
 def test_nothing_is_left_after_close():
     def counts():
         return threading.active_count(), len(os.listdir("/proc/self/fd"))

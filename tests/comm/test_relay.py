@@ -23,8 +23,8 @@ def exchange(first, second, chunk, weight=0.5):
     """Both shadows move by `weight` of the difference of the same pair of values."""
     a, b = first.read(chunk), second.read(chunk)
     mine, theirs = a.value.copy(), b.value.copy()
-    first.move(chunk, weight, mine=mine, theirs=theirs, snapshot=first.boundaries)
-    second.move(chunk, weight, mine=theirs, theirs=mine, snapshot=second.boundaries)
+    first.move(chunk, weight, mine=mine, theirs=theirs, snapshot=first.steps)
+    second.move(chunk, weight, mine=theirs, theirs=mine, snapshot=second.steps)
 
 
 def flat(params):
@@ -103,14 +103,18 @@ def test_what_lands_reaches_the_parameters_at_the_next_boundary():
     start = flat(params)
     for chunk in range(shadow.chunks):
         value = shadow.read(chunk).value
-        shadow.move(chunk, 0.5, mine=value, theirs=value + 2, snapshot=shadow.boundaries)
+        shadow.move(chunk, 0.5, mine=value, theirs=value + 2, snapshot=shadow.steps)
+    shadow.steps += 1
     shadow.boundary(params)
     np.testing.assert_allclose(flat(params), start)
     wait_for_the_second_half(shadow)
     np.testing.assert_allclose(shadow.flat(), start + 1)
+    shadow.steps += 3  # two of them found the relay busy
+    assert shadow.age == 4
     fold = shadow.boundary(params)
     np.testing.assert_allclose(flat(params), start + 1)
-    assert (fold.chunks, fold.staleness_max) == (shadow.chunks, 2)
+    assert (fold.chunks, fold.staleness_max) == (shadow.chunks, 4)
+    assert shadow.age == 0
     wait_for_the_second_half(shadow)
     np.testing.assert_allclose(shadow.flat(), start + 1)
     shadow.relay.close()
@@ -131,12 +135,14 @@ def test_settling_reports_what_the_boundary_before_it_took():
     params, shadow = learner(0)
     value = shadow.read(0).value
     shadow.move(0, 0.5, mine=value, theirs=value + 2, snapshot=0)
+    shadow.steps += 1
     assert shadow.boundary(params).chunks == 0
     wait_for_the_second_half(shadow)
     value = shadow.read(1).value
-    shadow.move(1, 0.5, mine=value, theirs=value + 2, snapshot=0)
+    shadow.move(1, 0.5, mine=value, theirs=value + 2, snapshot=shadow.steps)
+    shadow.steps += 1
     fold = shadow.settle(params)
-    assert (fold.chunks, fold.staleness_max, fold.staleness_mean) == (2, 3, 2.5)
+    assert (fold.chunks, fold.staleness_max, fold.staleness_mean) == (2, 2, 1.5)
     shadow.relay.close()
 
 

@@ -188,8 +188,9 @@ def test_boundary_keeps_the_local_update_and_lands_the_delta():
     params, shadow = learner(0)
     start = params[0].clone()
     value = shadow.read(0)
-    shadow.move(0, 0.5, mine=value.value, theirs=value.value + 2.0, snapshot=shadow.boundaries)
+    shadow.move(0, 0.5, mine=value.value, theirs=value.value + 2.0, snapshot=shadow.steps)
     params[0] -= 0.25
+    shadow.steps += 1
     fold = shadow.boundary(params)
     expected = start - 0.25
     expected[:4] += 1.0
@@ -202,11 +203,16 @@ def test_boundary_keeps_the_local_update_and_lands_the_delta():
 
 def test_staleness_counts_the_steps_from_snapshot_to_fold():
     params, shadow = learner(0)
-    value, snapshot = shadow.read(0), shadow.boundaries
-    for _ in range(3):
-        shadow.boundary(params)
+    value, snapshot = shadow.read(0), shadow.steps
+    shadow.steps += 3  # whether they were folded does not matter
     shadow.move(0, 0.5, mine=value.value, theirs=value.value, snapshot=snapshot)
-    assert shadow.boundary(params).staleness_max == 4
+    later = shadow.steps
+    shadow.move(1, 0.5, mine=value.value, theirs=value.value, snapshot=later)
+    shadow.steps += 1
+    assert shadow.age == 4
+    fold = shadow.boundary(params)
+    assert (fold.chunks, fold.staleness_max, fold.staleness_mean) == (2, 4, 2.5)
+    assert shadow.age == 0
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.integers(1, 12))

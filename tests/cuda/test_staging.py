@@ -130,7 +130,7 @@ def test_gossip_boundaries_lose_nothing_and_do_not_synchronise(dtype):
             added += 1
             for chunk in range(shadow.chunks):
                 value = shadow.read(chunk).value
-                shadow.move(chunk, 0.5, mine=value, theirs=value + 2, snapshot=shadow.boundaries)
+                shadow.move(chunk, 0.5, mine=value, theirs=value + 2, snapshot=shadow.steps)
     shadow.settle(params)
     shadow.relay.close()
     flat = torch.cat([p.float().reshape(-1) for p in params]).cpu()

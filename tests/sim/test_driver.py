@@ -273,6 +273,12 @@ def test_an_error_on_one_rank_ends_the_run_and_is_raised() -> None:
         simulate(faulty, ranks=4)
 
 
+def test_nothing_is_folded_later_than_the_staleness_allows() -> None:
+    cluster = Cluster(compute="100ms", latency="350ms")  # an exchange takes seven steps
+    done = simulate(lambda rank: train(rank, "adpsgd:max_staleness=2", steps=8), ranks=3, cluster=cluster)
+    assert max(event.fields["staleness_max"] for event in done.events if event.kind == "fold") == 2
+
+
 def test_a_rank_that_starts_late_is_waited_for_within_the_deadline() -> None:
     done = simulate(
         lambda rank: train(rank, "adpsgd", steps=3), ranks=3, cluster=Cluster(compute="1s", joins={1: "5s"})

@@ -240,7 +240,7 @@ class Courier:
             for rank in sorted(values):
                 note = pack(Record.MIX, rank, chunk, number, weights[rank])
                 self.shadow.move(
-                    chunk, weights[rank], mine=mine, theirs=values[rank], snapshot=self.shadow.boundaries, note=note
+                    chunk, weights[rank], mine=mine, theirs=values[rank], snapshot=self.shadow.steps, note=note
                 )  # fmt: skip
 
         for peer, chunk in sorted(self._parked.pop(number, ())):

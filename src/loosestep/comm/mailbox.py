@@ -151,15 +151,19 @@ class Mailbox:
         self._do(lambda: self._courier.exchange(peer, weight, pending))
         return pending
 
-    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False) -> Fold:
+    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:
         """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share` of a core: a large model
-        folds less often than every step."""
+        folds less often than every step. With `force`, or once something that has landed is `within` steps old, it is not
+        skipped, and complete when it returns."""
         self._check()
         now = time.monotonic()
         self._courier.progress += 1
+        self._shadow.steps += 1
         self._courier.stepped = now
+        if force or (within is not None and self._shadow.age >= within):
+            return self._counted(self._shadow.settle, params, now)
         share = self._fold_share if self._shadow.relay is None else RELAY_SHARE
-        if self._shadow.busy or (not force and now - self._folded_at < self._fold_cost / share):
+        if self._shadow.busy or now - self._folded_at < self._fold_cost / share:
             return Fold(skipped=True)
         return self._counted(self._shadow.boundary, params, now)
 

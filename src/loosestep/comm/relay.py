@@ -40,7 +40,7 @@ class Relay:
         rounds = any(param.element_size() < dtype.itemsize for param in params)
         self._remainder = _cut(torch.zeros_like(self._near), params) if rounds else None
         self._landed = False  # the host buffer holds something for the parameters
-        self._half: Pending[Fold] | None = None
+        self._half: Pending[float] | None = None
         self._thread: Stream | None = None
 
     def busy(self) -> bool:
@@ -49,7 +49,7 @@ class Relay:
 
     def boundary(self, params: Sequence[torch.Tensor]) -> Fold | None:
         """x <- x + d, and send x; what the last second half took, None when there was none. Call it when not `busy`."""
-        fold = self._half.wait() if self._half is not None else None
+        fold = self._take()
         self._add(params)
         ready = self._staging.send([(self._host, self._near)])
         self._thread = self._thread or Stream("fold")
@@ -59,17 +59,23 @@ class Relay:
     def settle(self, params: Sequence[torch.Tensor]) -> Fold:
         """Both halves now, waiting: every update is published and everything that landed is in the parameters."""
         earlier = self.boundary(params)
-        assert self._half is not None
-        fold = self._half.wait()
-        self._half = None
+        fold = self._take()
+        assert fold is not None
         self._add(params)
         return fold if earlier is None else fold.absorb(earlier)
 
+    def _take(self) -> Fold | None:
+        """Wait for the second half; what it took belongs to the parameters of this step."""
+        half, self._half = self._half, None
+        if half is None:
+            return None
+        seconds = half.wait()
+        return self._shadow.take().fold(self._shadow.steps, seconds=seconds)
+
     def forget(self) -> None:
         """The parameters were set from outside: nothing on its way belongs to them."""
-        if self._half is not None:
-            self._half.wait()
-        self._half, self._landed = None, False
+        self._take()
+        self._landed = False
         for remainder in self._remainder or []:
             remainder.zero_()
 
@@ -78,11 +84,11 @@ class Relay:
         if self._thread is not None:
             self._thread.close(timeout=10.0)
 
-    def _publish(self, ready: Callable[[], None]) -> Fold:
+    def _publish(self, ready: Callable[[], None]) -> float:
         ready()
-        fold = self._shadow.renew(self._host.numpy())
-        self._landed = fold.chunks > 0
-        return fold
+        seconds = self._shadow.renew(self._host.numpy())
+        self._landed = self._shadow.taken.chunks > 0
+        return seconds
 
     @torch.no_grad()
     def _add(self, params: Sequence[torch.Tensor]) -> None:

@@ -50,14 +50,16 @@ class ReplayedMailbox:
         pending.finish("exchanged")
         return pending
 
-    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False) -> Fold:
+    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:
         """y += u; x <- y, each chunk between the same events; skipped where it was."""
         self.steps += 1
+        self._shadow.steps += 1
         if self._player.peek() is not Kind.BOUNDARY:
             return Fold(skipped=True)
-        return self._cross(params)
+        return self.settle(params)
 
-    def _cross(self, params: Sequence[torch.Tensor]) -> Fold:
+    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u; x <- y; not a step."""
         self._player.mark(Kind.BOUNDARY, do=lambda: self._shadow.open_boundary(params))
         folds: list[Fold] = []
 
@@ -83,7 +85,7 @@ class ReplayedMailbox:
     def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
         """The same end."""
         self._result = np.empty(self._shadow.size, dtype=self._shadow.dtype)
-        self._cross(params)
+        self.settle(params)
         self._player.mark(Kind.ASSIGN)
         self._shadow.assign(params, self._result)
 
@@ -124,7 +126,7 @@ class ReplayedMailbox:
 
     def _take(self, peer: int, chunk: int, q: int) -> None:
         value = self._shadow.read(chunk).value.copy()
-        self._mine[peer, chunk, q] = value, self._shadow.boundaries
+        self._mine[peer, chunk, q] = value, self._shadow.steps
         self._values.put(f"pair/{self.rank}/{peer}/{chunk}/{q}", value)
 
     def _fold(self, peer: int, chunk: int, q: int, weight: float) -> None:
@@ -164,7 +166,7 @@ class ReplayedMailbox:
         theirs = self._values.take(f"round/{peer}/{self.rank}/{number}/{chunk}", peer, self._shadow.dtype)
         assert self._round is not None
         mine = self._shadow.slice(chunk, self._round)
-        self._shadow.move(chunk, weight, mine=mine, theirs=theirs, snapshot=self._shadow.boundaries)
+        self._shadow.move(chunk, weight, mine=mine, theirs=theirs, snapshot=self._shadow.steps)
 
     def _lose(self, peer: int, died: int) -> None:
         self._gone.add(peer)

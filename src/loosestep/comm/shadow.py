@@ -54,12 +54,6 @@ class Fold:
     seconds: float = 0.0
     skipped: bool = False  # folding would have cost too large a share of the time: it comes with a later step
 
-    @classmethod
-    def of(cls, ages: list[int], *, seconds: float) -> Fold:
-        """Chunk exchanges of these ages have landed."""
-        mean = sum(ages) / len(ages) if ages else 0.0
-        return cls(len(ages), staleness_mean=mean, staleness_max=max(ages, default=0), seconds=seconds)
-
     def absorb(self, other: Fold) -> Fold:
         """Both together."""
         chunks = self.chunks + other.chunks
@@ -71,13 +65,40 @@ class Fold:
 
 
 @dataclass(slots=True)
+class Landings:
+    """Chunk exchanges that have landed: how many, and after which steps their snapshots were taken, summed and lowest."""
+
+    chunks: int = 0
+    total: int = 0
+    oldest: int = 0
+
+    def add(self, other: Landings) -> None:
+        """More have landed."""
+        if other.chunks:
+            self.oldest = min(self.oldest, other.oldest) if self.chunks else other.oldest
+            self.chunks, self.total = self.chunks + other.chunks, self.total + other.total
+
+    def fold(self, step: int, *, seconds: float) -> Fold:
+        """They are in the parameters after this step."""
+        if not self.chunks:
+            return Fold(seconds=seconds)
+        mean = step - self.total / self.chunks
+        return Fold(self.chunks, staleness_mean=mean, staleness_max=step - self.oldest, seconds=seconds)
+
+
+@dataclass(slots=True)
 class _Chunk:
     start: int
     stop: int
     segments: list[tuple[int, int, int, int]]  # tensor, start in it, stop in it, start in the flat vector
     dirty: bool = False
     crossed: int = 0  # the last boundary that has passed this chunk
-    snapshots: list[int] = field(default_factory=list)  # boundaries at which the landed exchanges were snapshot
+    landed: Landings = field(default_factory=Landings)
+
+    def take(self) -> Landings:
+        """What has landed since the last time."""
+        landed, self.landed = self.landed, Landings()
+        return landed
 
 
 class Writer(Protocol):
@@ -104,7 +125,8 @@ class Shadow:
         self.sizes = [p.numel() for p in params]
         self.size = sum(self.sizes)
         self.lock = threading.Lock()
-        self.boundaries = 0
+        self.steps = 0  # that the learner has made, folded or not; whoever calls `boundary` counts them
+        self.taken = Landings()  # in the shadow already, on their way to the parameters of an accelerator
         self.tape: Writer | None = None
         self._opened = 0
         self._boundary: _Boundary | None = None
@@ -192,7 +214,7 @@ class Shadow:
             difference *= weight
         with self.lock:
             self._add(part, difference)
-            part.snapshots.append(snapshot)
+            part.landed.add(Landings(1, snapshot, snapshot))
             self._write(note, part.crossed < self._opened)
         return Moved(weight * total, square)
 
@@ -204,6 +226,12 @@ class Shadow:
         else:
             target[:] = amount  # the first write since the boundary: no need to zero before
             part.dirty = True
+
+    @property
+    def age(self) -> int:
+        """Steps since the oldest snapshot of what has landed and is not in the parameters yet."""
+        waiting = [landed.oldest for landed in (self.taken, *(part.landed for part in self._chunks)) if landed.chunks]
+        return self.steps - min(waiting, default=self.steps)
 
     @property
     def busy(self) -> bool:
@@ -227,10 +255,11 @@ class Shadow:
             self.cross(chunk)
         return self.close_boundary(params)
 
-    def renew(self, x: Array) -> Fold:
+    def renew(self, x: Array) -> float:
         """The half of a boundary that belongs to the shadow: `y += u`, with `x` the parameters as they arrived; then `x` is
-        overwritten by what exchanges have added, which is in the shadow and has yet to be added to the parameters."""
-        begun, ages = time.thread_time(), list[int]()
+        overwritten by what exchanges have added, which is in the shadow and has yet to be added to the parameters
+        (`taken`). CPU seconds it took."""
+        begun = time.thread_time()
         for part in self._chunks:
             span = slice(part.start, part.stop)
             with self.lock:
@@ -241,11 +270,13 @@ class Shadow:
                     part.dirty = False
                 else:
                     x[span] = 0
-                landed, part.snapshots = part.snapshots, []
-            # What was taken reaches the parameters at the boundary after this one.
-            ages += [self.boundaries + 2 - snapshot for snapshot in landed]
-        self.boundaries += 1
-        return Fold.of(ages, seconds=time.thread_time() - begun)
+                self.taken.add(part.take())
+        return time.thread_time() - begun
+
+    def take(self) -> Landings:
+        """What `renew` took; it is in the parameters from now on."""
+        taken, self.taken = self.taken, Landings()
+        return taken
 
     def open_boundary(self, params: Sequence[torch.Tensor]) -> None:
         """The first part of a boundary: from here on every chunk is crossed, in any order."""
@@ -266,17 +297,15 @@ class Shadow:
             else:
                 boundary.views.adopt(chunk)
             part.crossed = self._opened
-            landed, part.snapshots = part.snapshots, []
-        boundary.ages += [self.boundaries + 1 - snapshot for snapshot in landed]
+            boundary.landed.add(part.take())
 
     def close_boundary(self, params: Sequence[torch.Tensor]) -> Fold:
         """The last part of a boundary: all chunks are crossed."""
         assert self._boundary is not None
         boundary, self._boundary = self._boundary, None
         boundary.views.write_back(params)
-        self.boundaries += 1
         self.note(pack(Kind.LANDED))
-        return Fold.of(boundary.ages, seconds=time.perf_counter() - boundary.begun)
+        return boundary.landed.fold(self.steps, seconds=time.perf_counter() - boundary.begun)
 
     def assign(self, params: Sequence[torch.Tensor], flat: Array) -> None:
         """x <- flat and y <- flat: the parameters and the shadow become this vector."""
@@ -285,7 +314,7 @@ class Shadow:
         with self.lock:
             np.copyto(self._base, flat)
             for part in self._chunks:
-                part.dirty, part.snapshots = False, []
+                part.dirty, part.landed = False, Landings()
         unflatten(flat, params)
 
     def flat(self) -> Array:
@@ -319,7 +348,7 @@ class _Boundary:
 
     views: _Views
     begun: float
-    ages: list[int] = field(default_factory=list)
+    landed: Landings = field(default_factory=Landings)
 
 
 class _Views:

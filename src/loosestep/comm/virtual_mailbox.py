@@ -161,9 +161,10 @@ class VirtualMailbox(Mailbox):
         self._pump(peer)
         return pending
 
-    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False) -> Fold:
+    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:
         """A step was made: y += u; x <- y."""
         self.steps += 1
+        self.shadow.steps += 1
         fold = self.shadow.boundary(params)
         fold.seconds = 0.0
         self._counters["folds"] += 1
@@ -171,6 +172,10 @@ class VirtualMailbox(Mailbox):
         if distance is not None:
             self._emit("distance", value=distance)
         return fold
+
+    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u; x <- y; not a step."""
+        return self.shadow.settle(params)
 
     def lockstep_round(self, number: int, neighbours: dict[int, float], timeout: float = 60.0) -> None:
         """y <- y + sum_j w_j (y_j - y), all values taken from the start of this round on every rank."""
@@ -187,7 +192,7 @@ class VirtualMailbox(Mailbox):
             for rank in sorted(values):
                 theirs = self.shadow.slice(chunk, values[rank])
                 self.shadow.move(
-                    chunk, neighbours[rank], mine=mine, theirs=theirs, snapshot=self.shadow.boundaries
+                    chunk, neighbours[rank], mine=mine, theirs=theirs, snapshot=self.shadow.steps
                 )  # fmt: skip
 
     # ---- who is there

@@ -20,8 +20,9 @@ class ADPSGD(Strategy):
 
     `topology`: "ring", "random-ring" (a new permutation every round, from `seed` and round), "pairs", "exponential", a
     graph {learner: neighbours} or a symmetric, doubly stochastic matrix. `rate`: the most exchanges a learner begins per
-    step; fewer when communication would take more than `cpu_share` of the process's CPU. `max_staleness`: wait for own
-    exchanges that are as many steps old. `lockstep`: rounds of exactly the mixing matrix, waiting, for tests.
+    step; fewer when communication would take more than `cpu_share` of the process's CPU. `max_staleness`: what is
+    folded was read at most so many steps before; own exchanges are waited for, unless their peer is silent. `lockstep`:
+    rounds of exactly the mixing matrix, waiting, so every learner must make as many steps; for tests.
     `average_momentum`: the optimizer's momentum is averaged too. `replica="node"`: the ranks of a node are one learner:
     gradients are averaged inside, local rank k exchanges shard k.
     """
@@ -74,9 +75,9 @@ class ADPSGD(Strategy):
             run.mix(state["round"])
             state["round"] += 1
             return
+        if self.max_staleness is not None:
+            run.wait_for(self.max_staleness)
         run.fold()
         for _ in range(run.due()):
             run.exchange(state["round"])
             state["round"] += 1
-        if self.max_staleness is not None:
-            run.wait_for(self.max_staleness)
