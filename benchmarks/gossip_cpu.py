@@ -60,7 +60,7 @@ def block(variant: str, seconds: float) -> list[float]:
         time.sleep(max(0.0, begin + steps * STEP - time.monotonic()))
     elapsed = time.monotonic() - begin
     after, process = run.stats, time.process_time() - cpu
-    folding = after["fold_seconds"] - before["fold_seconds"]
+    folding = after["fold_cpu_seconds"] - before["fold_cpu_seconds"]
     threads = after["communication_cpu_seconds"] - before["communication_cpu_seconds"] - folding
     begun = after["exchanges"] - before["exchanges"]
     run.finish()

@@ -93,6 +93,21 @@ def test_a_graph_becomes_a_doubly_stochastic_matrix():
     assert star.partner(2, 0, {1, 3}) is None
 
 
+def test_the_diagonal_of_a_matrix_says_how_often_a_rank_rests():
+    lazy = Gossip([[0.9, 0.1], [0.1, 0.9]], [0, 1])
+    partners = [lazy.partner(0, number, {1}) for number in range(1000)]
+    assert set(partners) == {None, (1, 0.5)}
+    assert partners.count(None) == pytest.approx(900, abs=40)
+
+
+def test_a_graph_that_falls_apart_says_into_what():
+    path = Gossip({0: [1], 1: [2], 2: [3], 3: [4]}, range(5))
+    assert path.parts({0, 1, 2, 3, 4}) == [[0, 1, 2, 3, 4]]
+    assert path.parts({0, 1, 3, 4}) == [[0, 1], [3, 4]]
+    assert path.parts({0, 2, 4}) == [[0], [2], [4]]
+    assert Gossip("ring", range(5)).parts({0, 2, 4}) == [[0, 2, 4]]
+
+
 def test_a_shrunk_matrix_stays_doubly_stochastic():
     matrix = Gossip(ring_matrix(6), range(6)).matrix(0, [0, 1, 2, 4, 5])
     np.testing.assert_allclose(matrix.sum(axis=0), 1)

@@ -20,7 +20,8 @@ from loosestep.comm.near import GRADIENTS, LANES, Reach, find_gpu, read_ways
 from loosestep.comm.world import World, open_world, simulated
 from loosestep.engine import Engine
 from loosestep.exchanges import CollectiveEngine
-from loosestep.gossip import GossipEngine, NodeGossipEngine
+from loosestep.gossip import GossipEngine
+from loosestep.gossip_nodes import NodeGossipEngine
 from loosestep.inside import Inside, averages_gradients, check_fit, check_gossip, look_inside
 from loosestep.learner import Learner
 from loosestep.replica import Replica
@@ -56,6 +57,8 @@ def attach(
     its node is connected to the other nodes as it is. `deadline`: seconds without a heartbeat after which a rank is lost.
     `hooks=False`: call `run.step()` after `optimizer.step()` yourself, where hooks cannot run. `record`: True or a folder
     ("recording"): every rank writes down what it folded, so that `LOOSESTEP_REPLAY=folder` repeats the run bit for bit.
+    `key` authenticates the messages of gossip (by default LOOSESTEP_KEY) and `encrypt=True` encrypts them; the first model,
+    gradients inside a node, and everything of other strategies travel through torch.distributed, which does neither.
     On GPUs: docs/compositions.md says what travels over NCCL, and how `LOOSESTEP_GRADIENTS` and `LOOSESTEP_LANES` change it.
     """
     if deadline <= 0:
@@ -67,7 +70,14 @@ def attach(
         folder = None if record is False else Path(DEFAULT_FOLDER if record is True else record)
         replay = current_replay()
         chosen, replica, inside, hosts = _prepare(
-            world, model, optimizers, strategy, hooks=hooks, record=folder, replay=replay
+            world,
+            model,
+            optimizers,
+            strategy,
+            hooks=hooks,
+            secret=encrypt or key is not None,
+            record=folder,
+            replay=replay,
         )
         undo.pop_all()
     world.start_pulse()
@@ -102,6 +112,7 @@ def _prepare(
     strategy: Strategy | str,
     *,
     hooks: bool,
+    secret: bool,
     record: Path | None,
     replay: Replay | None,
 ) -> tuple[Strategy, Replica, Inside, list[str]]:
@@ -111,6 +122,11 @@ def _prepare(
     chosen, replica, inside = None, None, None
     try:
         chosen = read_strategy(strategy)
+        if secret and not chosen.gossip:
+            raise ValueError(
+                f"key= and encrypt= are for gossip; {chosen} sends through torch.distributed, which neither authenticates nor "
+                "encrypts. Leave them out, and keep such runs on a network of their own"
+            )
         inside = _check(world, model, optimizers, chosen, hooks=hooks)
         units = world.topology.flat() if chosen.learner == "rank" else world.topology
         replica = Replica(model, multiple=_multiple(chosen, units))

@@ -1,21 +1,20 @@
 """The gossip engine: a mailbox averages shadows in the background, the step boundary folds them in.
 
-A learner is a rank, or a node whose ranks average gradients among themselves: then local rank k owns shard k of the
-model, gossips about it with local rank k of the other nodes, and the shards are gathered inside the node at the step
-boundary. Of a model that is sharded already each rank gossips about what it holds, and nothing is gathered. A rank of another node that dies costs its own edges only; a rank of the same node ends its node.
+A learner is a rank here, or a node (`gossip_nodes.py`). A peer that dies costs its own edges only.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from loosestep.comm.base import Invitation, Kind, Offer, Parcel, Vector
+from loosestep.comm.base import LostPeer, Vector
 from loosestep.comm.collective import Collective
 from loosestep.comm.courier import Pending
 from loosestep.comm.mailbox import Mailbox
@@ -25,8 +24,8 @@ from loosestep.comm.world import World
 from loosestep.exchanges import align
 from loosestep.gradients import GradientAverager
 from loosestep.learner import Learner
-from loosestep.replica import Replica
-from loosestep.shards import is_dtensor, local, pieces, reshard, sharding_modules
+from loosestep.momentum import momentum
+from loosestep.shards import local, reshard, sharding_modules
 from loosestep.strategies.adpsgd import ADPSGD
 from loosestep.trace.player import Player
 from loosestep.trace.recorder import Recorder
@@ -43,45 +42,64 @@ class GossipEngine:
         self, learner: Learner, strategy: ADPSGD, *, world: World, neighbours: int, key: str | None, encrypt: bool
     ) -> None:
         self._learner, self._strategy, self._world, self.trace = learner, strategy, world, learner.trace
-        self._extras = [*learner.replica.floating]
-        if strategy.average_momentum:
-            self._extras += momentum(learner)
-        self._variances = variances(learner.model)
+        self._variances, self._sharding = variances(learner.model), sharding_modules(learner.model)
+        self._size = sum(tensor.numel() for tensor in (*learner.replica.params, *self._statistics()))
         self._begun: list[tuple[int, int, Pending]] = []
         cores = len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
         if not learner.replica.staging.remote:
             cores = min(1.0, cores)  # the others compute
         self._pace = Pace(strategy.rate, share=strategy.cpu_share, cores=cores)
         self._fold_share = FOLDING * strategy.cpu_share * cores
+        self._mailbox: Mailbox | ReplayedMailbox | None = None
+        self._graph = strategy.graph(len(self._lane()))
+        self._members, self._gone, self._parts, self._ending = self._lane(), set[int](), 1, False
+        if self._graph.note() and world.rank == 0:
+            log.warning(self._graph.note())
         self._open_mailbox(key, encrypt)
-        learners = len(self._members)
-        self._graph = strategy.graph(learners)
-        if self._graph.note():
-            log.info(self._graph.note())
+        self._opened = self.trace.clock()
 
     # Who I am ---------------------------------------------------------------------------------------------------------
 
     def _open_mailbox(self, key: str | None, encrypt: bool) -> None:
         """Every rank is a learner: all of the model in one mailbox."""
         world = self._world
-        self._members = list(range(world.topology.world))
         self._me = world.rank
         comm = Collective(world, world.topology.flat(), trace=self.trace, averages_gradients=False)
-        align(self._learner, comm)
-        self._mailbox: Mailbox | ReplayedMailbox | None = self._make_mailbox(
-            self._tensors(), self._members, key, encrypt
-        )
-        comm.census(0)  # all mailboxes are open
+        with self._meeting(comm):
+            align(self._learner, comm)
+            self._mailbox = self._make_mailbox(self._tensors(), key, encrypt)
+
+    def _lane(self) -> list[int]:
+        """The ranks that speak for the learners: all."""
+        return list(range(self._world.topology.world))
+
+    @property
+    def _mates(self) -> int:
+        """The ranks whose gradients a step of this learner stands for."""
+        return 1
+
+    @contextmanager
+    def _meeting(self, comm: Collective) -> Iterator[None]:
+        """Everybody is here at the end; who cannot be ends it for all."""
+        try:
+            yield
+            comm.census(0)  # all mailboxes are open
+        except BaseException as error:
+            if isinstance(error, LostPeer):
+                comm.abort(str(error), error.rank)
+            else:
+                comm.abort(f"rank {self._world.rank} could not attach: {error}")
+            if self._mailbox is not None:
+                self._mailbox.close()
+            raise
         comm.close()
 
-    def _make_mailbox(
-        self, tensors: Vector, members: list[int], key: str | None, encrypt: bool
-    ) -> Mailbox | ReplayedMailbox:
+    def _make_mailbox(self, tensors: Vector, key: str | None, encrypt: bool) -> Mailbox | ReplayedMailbox:
         tape = self._learner.tape
         if isinstance(tape, Player):
-            return ReplayedMailbox(tape, world=members, params=tensors)
+            return ReplayedMailbox(tape, world=self._members, params=tensors)
         return self._world.mailbox(
-            members,
+            self._members,
             params=tensors,
             layout=bytes.fromhex(self._learner.replica.digest()),
             key=key,
@@ -89,10 +107,17 @@ class GossipEngine:
             emit=self._event,
             tape=tape if isinstance(tape, Recorder) else None,
             fold_share=self._fold_share,
+            gradients=self._mates,
         )
 
+    def _statistics(self) -> Vector:
+        """What is averaged beside the parameters: floating buffers, and on request the momentum."""
+        momenta = momentum(self._learner.optimizers) if self._strategy.average_momentum else []
+        return [*self._learner.replica.floating, *momenta]
+
     def _tensors(self) -> Vector:
-        return [*(local(p).data for p in self._learner.replica.params), *self._extras]
+        reshard(self._sharding)
+        return [*(local(p).data for p in self._learner.replica.params), *map(local, self._statistics())]
 
     # The strategy's side (`Gossiping`) --------------------------------------------------------------------------------
 
@@ -172,16 +197,16 @@ class GossipEngine:
     def enter_consensus(self) -> Callable[[], None]:
         """The mean of the live learners, streamed without stopping them."""
         assert self._mailbox is not None
-        mean = torch.from_numpy(self._mailbox.consensus(timeout=self._world.deadline))
+        mean = torch.from_numpy(self._mailbox.consensus(timeout=None))
         tensors = self._tensors()
         stash = [tensor.clone() for tensor in tensors]
-        _write(tensors, mean)
-        return lambda: torch._foreach_copy_(tensors, stash)
+        write(tensors, mean)
+        return lambda: torch._foreach_copy_(self._tensors(), stash)
 
     def finish(self) -> None:
         """Answer until every live learner is done, then hold the same parameters as all of them."""
         assert self._mailbox is not None
-        start = self.trace.clock()
+        start, self._ending = self.trace.clock(), True
         self._mailbox.finish(self._tensors())
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="finish")
         self._end()
@@ -211,18 +236,19 @@ class GossipEngine:
         mailbox = self._mailbox
         if mailbox is None:
             return self._last[0] if self._last else {}
-        counters = mailbox.counters
-        strangers = [rank for rank in self._members if self._world.topology.node_of(rank) != self._node]
+        counters, seconds = mailbox.counters, self.trace.clock() - self._opened
         return {
             "exchanges": counters["exchanges"],
+            "exchanges_per_second": counters["exchanges"] / seconds if seconds > 0 else 0.0,
             "bytes_sent": counters["bytes_sent"],
-            "bytes_between_nodes": counters["bytes_sent"] * len(strangers) // max(1, len(self._members) - 1),
+            "bytes_between_nodes": self._between_nodes(counters["bytes_sent"]),
             "consensus_distance": mailbox.consensus_distance * self._size**0.5,
             "rate": self._pace.current,
             "learners": len(mailbox.alive()) + 1,
             "lost": sorted(mailbox.dead()),
             "communication_cpu_seconds": mailbox.cpu_seconds(),
             "fold_seconds": counters["fold_seconds"],
+            "fold_cpu_seconds": counters["fold_cpu_seconds"],
             "rejected": counters["rejected"],
         }
 
@@ -230,9 +256,10 @@ class GossipEngine:
     def _node(self) -> int:
         return self._world.topology.node_of(self._world.rank)
 
-    @property
-    def _size(self) -> int:
-        return sum(tensor.numel() for tensor in self._tensors())
+    def _between_nodes(self, sent: int) -> int:
+        """How many of these bytes went to other nodes, if all peers got as much."""
+        strangers = [rank for rank in self._members if self._world.topology.node_of(rank) != self._node]
+        return sent * len(strangers) // max(1, len(self._members) - 1)
 
     def advice(self) -> str | None:
         """Nothing to say so far."""
@@ -264,187 +291,36 @@ class GossipEngine:
             torch.where(variance < 0, floor, variance, out=variance)
 
     def _event(self, kind: str, **fields: Any) -> None:
-        """Called by the mailbox's thread: log it, and tell the user once what concerns him."""
+        """Called by the mailbox, from either thread: log it, and tell the user once what concerns him."""
+        if kind == "traffic":
+            self._log_traffic(**fields)
+            return
         self.trace.emit(kind, **fields)
         if kind == "peer_dead":
             log.warning("rank %s is gone (%s); the others go on without it", fields.get("peer"), fields.get("why"))
-        elif kind in ("peer_no_progress", "frame_refused", "mailbox_failed"):
+        if kind in ("peer_dead", "peer_left") and not self._ending:
+            self._check_graph(fields["peer"])
+        if kind in ("peer_no_progress", "frame_refused", "mailbox_failed"):
             log.warning("%s: %s", kind.replace("_", " "), ", ".join(f"{k}={v}" for k, v in fields.items()))
 
+    def _log_traffic(self, *, sent: int, distance: float) -> None:
+        if sent:
+            self.trace.emit("sent", bytes=sent, between_nodes=self._between_nodes(sent))
+            self.trace.emit("distance", value=distance * self._size**0.5)
 
-class NodeGossipEngine(GossipEngine):
-    """The ranks of a node are one learner: synchronous inside, gossip outside, shard by shard."""
-
-    def _open_mailbox(self, key: str | None, encrypt: bool) -> None:
-        world, sharded = self._world, self._learner.replica.sharded
-        units = world.topology if sharded else world.topology.flat()
-        comm = Collective(world, units, trace=self.trace, averages_gradients=False, shards=sharded)
-        align(self._learner, comm)
-        self._me, index = self._node, world.topology.local_index(world.rank)
-        self._shard, self._lanes = index, world.topology.lanes
-        self._divide(sharded)
-        size = sum(extra.numel() for extra in self._extras)
-        self._extra = torch.zeros(max(-(-size // self._lanes), 1) * self._lanes)
-        self._members = list(world.topology.lane(min(index, self._lanes - 1)))
-        self._mailbox = None
-        if index < self._lanes:
-            self._mailbox = self._make_mailbox(self._pieces(self._vector()), self._members, key, encrypt)
-        self._inner = world.inside_node()
-        self._comm = Collective(
-            self._inner, self._inner.topology, trace=self.trace, averages_gradients=True, lanes=self._lanes
-        )
-        self._comm.member = self
-        if self._mates > 1 and self._learner.inside == "plain":
-            self.averager = GradientAverager(
-                self._learner.replica.params,
-                self._comm,
-                multiple=self._lanes,
-                scope=lambda: "world",
-                waited=lambda seconds: self.trace.emit("wait", seconds=seconds, reason="gradients"),
-                worked=world.worked,
+    def _check_graph(self, gone: int) -> None:
+        """Say so when learners are left that no longer hear of each other."""
+        self._gone.add(gone)
+        parts = self._graph.parts({index for index, rank in enumerate(self._members) if rank not in self._gone})
+        if len(parts) > self._parts:
+            named = [[self._members[index] for index in part] for part in parts]
+            self.trace.emit("graph_apart", parts=named)
+            log.warning(
+                "without rank %s the graph has fallen apart: the ranks %s average among themselves only, until the end of the run",
+                gone,
+                " and ".join(map(str, named)),
             )
-        comm.census(0)
-        comm.close()
-
-    @property
-    def _mates(self) -> int:
-        return len(self._world.topology.mates(self._world.rank))
-
-    def _is_owned(self, tensor: torch.Tensor) -> bool:
-        """Whether no other rank of the node holds this rank's part of a tensor."""
-        return is_dtensor(tensor) and pieces(tensor) == self._mates
-
-    def _divide(self, sharded: bool) -> None:
-        """What this rank alone holds (`_owned`) and what all ranks of the node hold, which is split among them."""
-        learner = self._learner
-        self._owned = [tensor for tensor in (*learner.replica.params, *self._extras) if self._is_owned(tensor)]
-        self._extras = [local(extra) for extra in self._extras if not self._is_owned(extra)]
-        self._common = learner.replica
-        if sharded:
-            self._common = Replica(learner.model, multiple=self._lanes, keep=lambda param: not self._is_owned(param))
-        self._splits = not self._owned or bool(self._common.params or self._extras)
-        self._sharding = sharding_modules(learner.model)
-
-    def _vector(self) -> Vector:
-        """What all ranks of the node hold, as flat vectors, statistics and momentum last."""
-        if self._extras:
-            packed = torch.cat([extra.detach().reshape(-1).to("cpu", torch.float32) for extra in self._extras])
-            self._extra[: packed.numel()] = packed
-        return [*self._common.snapshot(), self._extra]
-
-    def _pieces(self, vector: Vector) -> Vector:
-        """What this rank gossips about: its shards, where they are, and its pieces of the vector."""
-        reshard(self._sharding)
-        return [*map(local, self._owned), *(flat.view(self._lanes, -1)[self._shard] for flat in vector)]
-
-    def _share(self, vector: Vector) -> None:
-        """Every rank's pieces of the vector, on every rank of the node."""
-        if self._splits:
-            self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
-
-    def _adopt(self, vector: Vector) -> None:
-        self._common.assign(vector[:-1])
-        if self._extras:
-            _write(self._extras, vector[-1])
-
-    def fold(self) -> None:
-        """y <- y + u; x <- y for the own shard, then all shards of the node: shared at every step, so folded at every step."""
-        if self._splits:
-            self._comm.invite()
-        self._land(force=self._splits)
-
-    def mix(self, round_number: int) -> None:
-        """One round of exactly the mixing matrix, for the own shard."""
-        if self._splits:
-            self._comm.invite()
-        super().mix(round_number)
-
-    def _land(self, *, force: bool, stepped: bool = True) -> None:
-        floors = self._floors()
-        vector = self._vector()
-        if len(self._comm.present) < self._mates:  # somebody did not make this step: its shard comes from one who did
-            leader = self._comm.present[0]
-            vector = self._comm.broadcast_state({"vector": vector}, root=leader)["vector"]
-        if self._mailbox is not None:
-            self._cross(self._pieces(vector), force=force, stepped=stepped)
-        start = self.trace.clock()
-        self._share(vector)
-        self.trace.emit("wait", seconds=self.trace.clock() - start, reason="node")
-        self._adopt(vector)
-        self._keep_positive(floors)
-
-    def boundary(self) -> None:
-        """An optimizer step was made."""
-        if self._inner.pulse is not None:
-            self._inner.pulse.check()
-            self._inner.pulse.step = self._learner.state["step"] + 1
-        self._comm.step = self._learner.state["step"] + 1
-        super().boundary()
-
-    def exchange(self, round_number: int) -> None:
-        """Local ranks beyond the last lane have nobody to talk to."""
-        if self._mailbox is not None:
-            super().exchange(round_number)
-
-    def enter_consensus(self) -> Callable[[], None]:
-        """Each local rank fetches the mean of its shard, then they share them."""
-        self._comm.meet(Kind.CONSENSUS)
-        return self._swap_in()
-
-    def _swap_in(self) -> Callable[[], None]:
-        stash, held = [flat.clone() for flat in self._vector()], [local(tensor).clone() for tensor in self._owned]
-        mean = [flat.clone() for flat in stash]
-        if self._mailbox is not None:
-            _write(self._pieces(mean), torch.from_numpy(self._mailbox.consensus(timeout=self._world.deadline)))
-        self._share(mean)
-        self._adopt(mean)
-
-        def restore() -> None:
-            self._adopt(stash)
-            for tensor, old in zip(self._owned, held, strict=True):
-                local(tensor).copy_(old)
-
-        return restore
-
-    def finish(self) -> None:
-        """First the ranks of the node meet, then the nodes."""
-        self._comm.meet(Kind.FINISH)
-        self._take_the_newest()
-        vector = self._vector()
-        if self._mailbox is not None:
-            self._mailbox.finish(self._pieces(vector))
-        self._share(vector)
-        self._adopt(vector)
-        self._comm.close()
-        self._end()
-
-    def _take_the_newest(self) -> None:
-        steps = [int(step) for (step,) in self._comm.census(self._learner.state["step"])]
-        if len(set(steps)) > 1:
-            newest = self._comm.broadcast_state({"vector": self._vector()}, root=steps.index(max(steps)))
-            self._adopt(newest["vector"])
-
-    def abort(self, reason: str, culprit: int | None) -> None:
-        """Tell the node's ranks, leave the gossip."""
-        self._comm.abort(reason, culprit)
-        super().abort(reason, culprit)
-
-    def join(self, invitation: Invitation) -> None:
-        """Take part in what the node's other ranks do while this one waits."""
-        if invitation.kind is Kind.EXCHANGE:
-            self._land(force=True)
-        else:
-            self._swap_in()()
-
-    def blank_parcels(self) -> Iterable[Parcel]:
-        """Zeros in the shape of the gradient buckets."""
-        return self.averager.blank_parcels() if self.averager is not None else []
-
-    def global_steps(self) -> int:
-        """A step of a node is a gradient of each of its ranks."""
-        if self._mailbox is None:
-            return self._last[1] if self._last else int(self._learner.state["step"]) * self._world.topology.world
-        return self._mailbox.global_steps * self._world.topology.world // len(self._world.topology.nodes)
+        self._parts = len(parts)
 
 
 def variances(model: nn.Module) -> Vector:
@@ -452,31 +328,7 @@ def variances(model: nn.Module) -> Vector:
     return [local(buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "running_var"]
 
 
-def momentum(learner: Learner) -> list[torch.Tensor]:
-    """The momentum of SGD, Adam or AdamW, made now if the optimizer has not made a step yet."""
-    found: list[torch.Tensor] = []
-    for optimizer in learner.optimizers:
-        name = "momentum_buffer" if isinstance(optimizer, torch.optim.SGD) else "exp_avg"
-        for group in optimizer.param_groups:
-            usable = (
-                group.get("momentum") and not group.get("dampening") if name == "momentum_buffer" else "betas" in group
-            )
-            if not usable:
-                raise ValueError(
-                    f"average_momentum needs SGD with momentum and without dampening, Adam or AdamW; got {type(optimizer).__name__}"
-                )
-            for param in (p for p in group["params"] if p.requires_grad):
-                state = optimizer.state[param]
-                if name == "exp_avg" and not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                if state.get(name) is None:
-                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                found.append(state[name])
-    return found
-
-
-def _write(tensors: Vector, flat: torch.Tensor) -> None:
+def write(tensors: Vector, flat: torch.Tensor) -> None:
     """Cut a flat vector into tensors."""
     with torch.no_grad():
         offset = 0

@@ -34,6 +34,7 @@ class Gossip:
         self.ranks, self.seed = sorted(ranks), seed
         self.name = topology if isinstance(topology, str) else "explicit"
         self._matrix: Matrix | None = None
+        self.rests = not isinstance(topology, str | Mapping)  # a matrix says how often a rank keeps to itself
         if isinstance(topology, str):
             if topology not in TOPOLOGIES:
                 raise ValueError(
@@ -45,8 +46,8 @@ class Gossip:
             self._matrix = check_matrix(topology, len(self.ranks))
 
     def partner(self, rank: int, number: int, alive: set[int]) -> tuple[int, float] | None:
-        """Whom `rank` contacts in its round `number`, and with which weight; None when nobody is left. Free-running: the
-        ring of a round is the initiator's view, and it contacts its successor only."""
+        """Whom `rank` contacts in its round `number`, and with which weight; None when nobody is left, or a matrix has it
+        rest. Free-running: the ring of a round is the initiator's view, and it contacts its successor only."""
         members = self._members(rank, alive)
         if len(members) < 2:
             return None
@@ -89,13 +90,26 @@ class Gossip:
         return [other for other in self.ranks if other in alive or other == rank]
 
     def _weighted(self, rank: int, members: list[int], draw: random.Random) -> tuple[int, float] | None:
-        """A neighbour with probability in proportion to its weight, averaged half and half."""
+        """A neighbour with probability in proportion to its weight, averaged half and half; with that of the diagonal of a
+        given matrix nobody."""
         row = self._shrunk(members)[members.index(rank)]
-        others = [(other, w) for other, w in zip(members, row, strict=True) if other != rank and w > 0]
-        if not others:
+        drawn = [(other, w) for other, w in zip(members, row, strict=True) if w > 0 and (self.rests or other != rank)]
+        if not drawn:
             return None
-        (chosen,) = draw.choices([other for other, _ in others], [w for _, w in others])
-        return chosen, 0.5
+        (chosen,) = draw.choices([other for other, _ in drawn], [w for _, w in drawn])
+        return None if chosen == rank else (chosen, 0.5)
+
+    def parts(self, alive: set[int]) -> list[list[int]]:
+        """The live ranks, as groups that hear of each other; several when a graph has fallen apart."""
+        members = sorted(alive)
+        if self._matrix is None or not members:
+            return [members]
+        matrix, left, parts = self._shrunk(members), set(range(len(members))), []
+        while left:
+            part = _reachable(matrix, min(left))
+            left -= part
+            parts.append([members[index] for index in sorted(part)])
+        return parts
 
     def _shrunk(self, members: list[int]) -> Matrix:
         """The matrix over the survivors: what a dead rank would have got stays with its neighbours' own value."""
@@ -195,8 +209,8 @@ def check_matrix(given: Any, n: int) -> Matrix:
     return matrix
 
 
-def _reachable(matrix: Matrix) -> set[int]:
-    reached, border = {0}, [0]
+def _reachable(matrix: Matrix, start: int = 0) -> set[int]:
+    reached, border = {start}, [start]
     while border:
         for other in np.flatnonzero(matrix[border.pop()]):
             if int(other) not in reached:

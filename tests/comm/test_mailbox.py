@@ -104,6 +104,57 @@ def test_consensus_is_the_mean_and_changes_nothing():
         np.testing.assert_array_equal(c.flat(0), before)
 
 
+def test_a_peer_that_falls_silent_during_a_consensus_is_left_out():
+    silent = threading.Event()
+
+    def mute(rank):
+        return lambda header: rank == 1 and silent.is_set()
+
+    with cluster(3, lose=mute) as c:
+        expected = (c.flat(0) + c.flat(2)) / 2
+        silent.set()
+        assert c.boxes[0].alive() == {1, 2}  # not known yet
+        np.testing.assert_allclose(c.boxes[0].consensus(timeout=5), expected)
+        assert c.boxes[0].dead() == set()
+        silent.clear()
+
+
+def test_the_consensus_distance_forgets_the_dead():
+    with cluster(3, lose=die_at(2, lambda h: h.kind == Kind.ACK, count=2)) as c:
+        c.exchange(0, 1)
+        c.exchange(1, 0)
+        near = c.boxes[0].consensus_distance
+        c.params[2][0] += 100.0
+        c.boxes[2].boundary(c.params[2], force=True)
+        c.exchange(2, 0)
+        assert c.boxes[0].consensus_distance > 10
+        c.boxes[2].exchange(0)
+        wait_until(lambda: c.boxes[0].dead() == {2})
+        assert c.boxes[0].consensus_distance == pytest.approx(near, rel=0.5)
+
+
+def test_traffic_is_told_now_and_then_and_adds_up(monkeypatch):
+    monkeypatch.setattr("loosestep.comm.mailbox.TELL", 0.0)
+    with cluster(2) as c:
+        for _ in range(3):
+            c.exchange(0, 1)
+            c.boxes[0].boundary(c.params[0])
+        assert len(c.said(0, "traffic")) == 3
+        distance = c.said(0, "traffic")[0]["distance"]
+    assert sum(event["sent"] for event in c.said(0, "traffic")) == c.boxes[0].counters["bytes_sent"]
+    assert distance == pytest.approx(0.7, rel=0.2)  # two unit normal vectors: 1/sqrt(2) from their mean
+
+
+def test_folding_counts_processor_time_apart_from_the_clock():
+    with cluster(2, size=200_000) as c:
+        begun = time.thread_time()
+        for _ in range(5):
+            c.boxes[0].boundary(c.params[0], force=True)
+        counters = c.boxes[0].counters
+        assert 0 < counters["fold_cpu_seconds"] <= time.thread_time() - begun
+        assert counters["fold_cpu_seconds"] <= c.boxes[0].cpu_seconds()
+
+
 def test_world_size_one_works():
     with cluster(1) as c:
         c.boxes[0].boundary(c.params[0])

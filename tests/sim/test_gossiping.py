@@ -49,12 +49,19 @@ def test_rings_are_those_of_the_real_learners(name: str) -> None:
         assert partners_of(graph, number).tolist() == [partner[0] for partner in real if partner is not None]
 
 
-def test_partners_of_a_graph_are_neighbours_in_proportion_to_their_weight() -> None:
+def test_partners_of_a_matrix_are_neighbours_in_proportion_to_their_weight() -> None:
     matrix = [[0.3, 0.6, 0.1], [0.6, 0.2, 0.2], [0.1, 0.2, 0.7]]
     drawn = np.array([partners_of(Gossip(matrix, range(3)), number) for number in range(3000)])
-    assert (drawn[:, 0] == 1).mean() == pytest.approx(6 / 7, abs=0.03)
-    assert (drawn[:, 2] == 1).mean() == pytest.approx(2 / 3, abs=0.03)
+    assert (drawn[:, 0] == 1).mean() == pytest.approx(0.6, abs=0.03)
+    assert (drawn[:, 2] == 1).mean() == pytest.approx(0.2, abs=0.03)
+    assert (drawn[:, 2] == -1).mean() == pytest.approx(0.7, abs=0.03)  # it rests
     assert not (drawn == np.arange(3)).any()
+
+
+def test_partners_of_a_graph_never_rest() -> None:
+    drawn = np.array([partners_of(Gossip({0: [1, 2]}, range(3)), number) for number in range(300)])
+    assert (drawn[:, 1:] == 0).all()
+    assert set(drawn[:, 0]) == {1, 2}
 
 
 def test_a_learner_alone_has_no_partner() -> None:

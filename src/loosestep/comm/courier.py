@@ -99,6 +99,7 @@ class Courier:
         window: int,
         timing: Timing,
         emit: Callable[..., None],
+        gradients: int = 1,
         lose: Callable[[Header], bool] | None = None,
     ) -> None:
         now = time.monotonic()
@@ -114,7 +115,7 @@ class Courier:
         self.failure: BaseException | None = None
         self.progress, self.stepped, self.cpu_seconds = 0, now, 0.0
         self.stopping = False
-        self._timing, self._emit, self._lose = timing, emit, lose
+        self._timing, self._emit, self._lose, self._per_step = timing, emit, lose, gradients
         self._rounds: dict[int, Array] = {}
         self._parked: dict[int, set[tuple[int, int]]] = {}
         self.evicted_by: set[int] = set()
@@ -191,6 +192,10 @@ class Courier:
                 self._beat(peer)
         self._end(now)
         for fetch in list(self.fetches):
+            if fetch.topic is Topic.SHADOW:  # nobody waits for one who is silent
+                for peer in fetch.ranks - self.members.alive():
+                    fetch.drop(peer)
+                self._settle(fetch)
             self._ask(fetch, now)
 
     def _end(self, now: float) -> None:
@@ -201,6 +206,11 @@ class Courier:
             self._ask(self.ending.fetch, now)
         if self.ending.complete:
             self.ended.finish("ended")
+
+    @property
+    def gradients(self) -> int:
+        """That this rank's steps stand for: what it tells its peers."""
+        return self.progress * self._per_step
 
     # ---- what the compute thread asks for
 
@@ -443,7 +453,7 @@ class Courier:
 
     def _header(self, kind: Kind, dest: int, **fields: Any) -> Header:
         now = time.monotonic()
-        return Header(kind, self.rank, dest, progress=self.progress, flags=self._flags(dest, now), **fields)
+        return Header(kind, self.rank, dest, progress=self.gradients, flags=self._flags(dest, now), **fields)
 
     def _post(self, peer: int, message: Message) -> None:
         header = self._header(

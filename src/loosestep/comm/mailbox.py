@@ -13,21 +13,20 @@ mean never moves, `shadow.py` for the step boundary, `ending.py` for the end, `m
 
 Events through `emit(kind, **fields)`, from the communication thread: peer_suspended, peer_resumed, peer_no_progress,
 peer_left, peer_dead (once; with the deltas in doubt), frame_refused (once per reason and source),
-mailbox_failed (the thread has ended by an error, which the next call raises).
+mailbox_failed (the thread has ended by an error, which the next call raises). From the compute thread, once a second
+and at the end: traffic (bytes sent since the last one, consensus distance).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +34,12 @@ from numpy.typing import NDArray
 
 from loosestep.comm.address import bind_host, is_loopback, port_range
 from loosestep.comm.courier import Courier, Pending, Timing
+from loosestep.comm.directory import Directory, Store
 from loosestep.comm.members import State
 from loosestep.comm.shadow import Fold, Shadow
 from loosestep.comm.transport import Curve, Transport
-from loosestep.comm.wire import HEADER_BYTES, Header, Wire, curve_pair, derive, key_bytes
+from loosestep.comm.wire import HEADER_BYTES, Header, Wire, curve_pair, key_bytes
+from loosestep.staging import nothing
 from loosestep.trace.recorder import Recorder
 from loosestep.trace.recording import Kind as Record
 from loosestep.trace.recording import pack
@@ -47,15 +48,8 @@ Array = NDArray[Any]
 
 CHUNK_BYTES = 1 << 20
 LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
+TELL = 1.0  # seconds between two events about traffic
 RELAY_SHARE = 0.25  # of a core: what folding may take on a thread of its own, for parameters on an accelerator
-
-
-class Store(Protocol):
-    """What a mailbox needs of a torch.distributed store."""
-
-    def set(self, key: str, value: str) -> Any: ...
-    def get(self, key: str) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> Any: ...
 
 
 class Mailbox:
@@ -80,7 +74,11 @@ class Mailbox:
         allocate: Callable[..., Array] = np.empty,
         tape: Recorder | None = None,
         fold_share: float = 0.05,
+        gradients: int = 1,
+        check: Callable[[], None] = nothing,
     ) -> None:
+        """`gradients`: how many a step of this rank stands for. `check`: called while peers are waited for, and raises
+        when one of them will not come."""
         if rank not in world or len(set(world)) != len(world):
             raise ValueError(f"rank {rank} must be in world, each rank once; got world={list(world)}")
         secret = key_bytes(key if key is not None else os.environ.get("LOOSESTEP_KEY") or None)
@@ -111,7 +109,7 @@ class Mailbox:
         )  # fmt: skip
         with ExitStack() as undo:
             undo.callback(transport.close)
-            directory = _Directory(store, f"loosestep/mailbox/{run_id}/{generation}", secret, deadline)
+            directory = Directory(store, f"loosestep/mailbox/{run_id}/{generation}", secret, deadline, check=check)
             card = {"address": transport.address, "layout": layout.hex(), "session": session, "encrypt": encrypt}
             directory.publish(rank, card)
             for peer in peers:
@@ -123,10 +121,11 @@ class Mailbox:
         beat = max(0.25, 0.03 * len(peers))
         self._courier = Courier(
             rank, self._shadow, wire=wire, transport=transport, peers=peers, window=window, emit=emit, lose=lose,
-            timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
+            gradients=gradients, timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
         )  # fmt: skip
         self._exchanges: dict[int, Pending] = {}
         self._fold_share = fold_share
+        self._emit, self._told, self._told_bytes = emit, time.monotonic(), 0
         self._io_read, self._io_seconds = 0.0, 0.0
         self._folds, self._fold_seconds, self._fold_cpu, self._fold_cost, self._folded_at = 0, 0.0, 0.0, 0.0, 0.0
         self._thread = threading.Thread(target=self._courier.run, name=f"loosestep-mailbox-{rank}", daemon=True)
@@ -160,6 +159,8 @@ class Mailbox:
         self._courier.progress += 1
         self._shadow.steps += 1
         self._courier.stepped = now
+        if now - self._told > TELL:
+            self._tell(now)
         if force or (within is not None and self._shadow.age >= within):
             return self._counted(self._shadow.settle, params, now)
         share = self._fold_share if self._shadow.relay is None else RELAY_SHARE
@@ -191,7 +192,9 @@ class Mailbox:
         is in the shadow: fold it with `boundary(params, force=True)`."""
         pending = Pending()
         self._do(lambda: self._courier.lockstep(number, neighbours, pending))
-        self._wait(pending, timeout, f"lockstep round {number} with ranks {sorted(neighbours)}")
+        self._wait(
+            pending, timeout, f"lockstep round {number} with ranks {sorted(neighbours)} (all must make as many steps)"
+        )
 
     # ---- who is there
 
@@ -210,16 +213,6 @@ class Mailbox:
         return self._courier.members.ranks(State.LEFT)
 
     @property
-    def relayed(self) -> bool:
-        """Whether a boundary is begun by `boundary` and completed in the background: parameters on an accelerator."""
-        return self._shadow.relay is not None
-
-    @property
-    def busy(self) -> bool:
-        """Whether the last boundary is still under way, so that one now would be skipped."""
-        return self._shadow.busy
-
-    @property
     def steps(self) -> int:
         """This rank's progress counter: steps made. Set it when a run resumes."""
         return self._courier.progress
@@ -230,18 +223,22 @@ class Mailbox:
 
     @property
     def global_steps(self) -> int:
-        """Steps of all ranks, as last heard; those of a dead rank stay."""
-        return self._courier.progress + self._courier.members.progress()
+        """Gradients of all ranks, as last heard; those of a dead rank stay."""
+        return self._courier.gradients + self._courier.members.progress()
 
     @property
     def consensus_distance(self) -> float:
-        """Estimate of the root mean square distance to the mean, from the differences exchanges saw."""
-        return spread([link.edge.square for link in self._courier.links.values() if link.edge.applied])
+        """Estimate of the root mean square distance to the mean, from the differences exchanges saw. Who has died or left
+        in the middle of the run no longer counts."""
+        courier = self._courier
+        there = courier.members.ranks(State.ALIVE, State.SUSPENDED, *([State.LEFT] if courier.ending.done else []))
+        edges = [courier.links[peer].edge for peer in there]
+        return spread([edge.square for edge in edges if edge.applied])
 
     # ---- the average model
 
-    def consensus(self, timeout: float = 60.0) -> Array:
-        """The flat mean of all live shadows. The peers go on; a peer that dies meanwhile is left out."""
+    def consensus(self, timeout: float | None = 60.0) -> Array:
+        """The flat mean of all live shadows. The peers go on; one that dies or falls silent meanwhile is left out."""
         out, pending = np.empty(self._shadow.size, dtype=self._shadow.dtype), Pending()
         self._shadow.note(pack(Record.CONSENSUS))
         self._do(lambda: self._courier.consensus(out, pending))
@@ -275,12 +272,14 @@ class Mailbox:
 
     @property
     def counters(self) -> dict[str, Any]:
-        """bytes_sent, exchanges (begun here, completed), chunks (landed in the shadow), folds, fold_seconds, cpu_seconds of
-        the communication thread, rejected frames by reason, ..."""
+        """bytes_sent, exchanges (begun here, completed), chunks (landed in the shadow), folds, fold_seconds (on the clock),
+        fold_cpu_seconds, cpu_seconds of the communication thread, rejected frames by reason, ..."""
         counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "bytes_received", "exchanges", "chunks", "repeated"), 0)
         counted.update(self._courier.counters)
         counted.update(folds=self._folds, fold_seconds=self._fold_seconds, rejected=dict(self._courier.rejected))
-        counted.update(cpu_seconds=self._courier.cpu_seconds, io_cpu_seconds=io_cpu_seconds())
+        counted.update(
+            fold_cpu_seconds=self._fold_cpu, cpu_seconds=self._courier.cpu_seconds, io_cpu_seconds=io_cpu_seconds()
+        )
         return counted
 
     def cpu_seconds(self) -> float:
@@ -296,10 +295,16 @@ class Mailbox:
         if self._thread.is_alive():
             self._do(lambda: setattr(self._courier, "stopping", True))
         self._thread.join()
+        self._tell(time.monotonic())
         if self._shadow.relay is not None:
             self._shadow.relay.close()
 
     # ---- inside
+
+    def _tell(self, now: float) -> None:
+        sent = self._courier.counters["bytes_sent"]
+        self._emit("traffic", sent=sent - self._told_bytes, distance=self.consensus_distance)
+        self._told, self._told_bytes = now, sent
 
     def _do(self, command: Callable[[], None]) -> None:
         self._check()
@@ -340,8 +345,8 @@ def spread(squares: list[float]) -> float:
 
 
 def in_flight(model_bytes: int, peers: int) -> tuple[int, int]:
-    """(bytes of a chunk, chunks in flight per edge). Per edge at most `window` values pend, as many are cached and twice
-    as many are queued; over all edges together no more than two models, so with the shadow four copies in all."""
+    """(bytes of a chunk, chunks in flight per edge). Per edge at most `window` values pend and twice as many are cached;
+    over all edges together that is three quarters of two models, or of `LEAST_MEMORY`."""
     memory = max(2 * model_bytes, LEAST_MEMORY)
     per_edge = memory // (4 * max(1, peers))
     chunk = max(4096, min(CHUNK_BYTES, per_edge)) // 8 * 8
@@ -365,49 +370,3 @@ def io_cpu_seconds() -> float:
 def _curve(key: bytes, run_id: str, rank: int, peers: list[int]) -> Curve:
     public, secret = curve_pair(key, run_id, rank)
     return Curve(public, secret, {peer: curve_pair(key, run_id, peer)[0] for peer in peers})
-
-
-class _Directory:
-    """Cards in the store: address, layout, session. With a key each card carries a proof, without one it must not."""
-
-    def __init__(self, store: Store, prefix: str, key: bytes | None, deadline: float) -> None:
-        self._store, self._prefix, self._key, self._deadline = store, prefix, key, deadline
-
-    def publish(self, rank: int, card: dict[str, Any]) -> None:
-        text = json.dumps(card)
-        self._store.set(f"{self._prefix}/{rank}", json.dumps({"card": text, "proof": self._proof(rank, text)}))
-
-    def _proof(self, rank: int, text: str) -> str:
-        return derive(self._key, "card", self._prefix, rank, text).hex() if self._key is not None else ""
-
-    def read(self, peer: int, mine: dict[str, Any]) -> dict[str, Any]:
-        name = f"{self._prefix}/{peer}"
-        try:
-            self._store.wait([name], timedelta(seconds=self._deadline))
-        except RuntimeError as error:
-            raise TimeoutError(
-                f"rank {peer} has not published its address within {self._deadline:g} s: did it start?"
-            ) from error
-        entry = json.loads(self._store.get(name))
-        if entry["proof"] != self._proof(peer, entry["card"]):
-            had = (
-                "a wrong run key"
-                if entry["proof"] and self._key
-                else "no run key"
-                if self._key
-                else "a run key, this one has none"
-            )
-            raise ConnectionError(
-                f"rank {peer} has {had}: set LOOSESTEP_KEY (or key=) to the same secret on every rank"
-            )
-        card: dict[str, Any] = json.loads(entry["card"])
-        if card["layout"] != mine["layout"]:
-            raise ValueError(
-                f"rank {peer} trains another model (layout {card['layout'][:12]}, here {mine['layout'][:12]}): the parameters "
-                "must have the same names, shapes, dtypes and order on every rank"
-            )
-        if card["encrypt"] != mine["encrypt"]:
-            raise ValueError(
-                f"rank {peer} has encrypt={card['encrypt']}, this rank {mine['encrypt']}: use the same on every rank"
-            )
-        return card

@@ -26,8 +26,6 @@ Array = NDArray[Any]
 class ReplayedMailbox:
     """What `Mailbox` is in the original: the same methods, no sockets."""
 
-    busy = False  # a boundary is complete at once
-
     def __init__(self, player: Player, *, world: Sequence[int], params: Sequence[torch.Tensor]) -> None:
         self.rank, self.world, self.steps, self.global_steps = player.rank, tuple(world), 0, 0
         self._player, self._values = player, player.values
@@ -75,7 +73,7 @@ class ReplayedMailbox:
     def lockstep_round(self, number: int, neighbours: dict[int, float], timeout: float = 60.0) -> None:
         """The events of the round are played before the boundary that follows."""
 
-    def consensus(self, timeout: float = 60.0) -> Array:
+    def consensus(self, timeout: float | None = 60.0) -> Array:
         """The same mean of the same readings."""
         self._mean = np.empty(self._shadow.size, dtype=self._shadow.dtype)
         self._player.mark(Kind.CONSENSUS)
@@ -172,6 +170,7 @@ class ReplayedMailbox:
         self._gone.add(peer)
         if died:
             self._dead.add(peer)
+            self._squares.pop(peer, None)
         self._mine = {pair: value for pair, value in self._mine.items() if pair[0] != peer}
 
     # ---- who is there, and what it costs
@@ -191,7 +190,7 @@ class ReplayedMailbox:
     def counters(self) -> dict[str, Any]:
         """A replay sends nothing."""
         return {"exchanges": 0, "bytes_sent": 0, "chunks": self._chunks, "folds": self._folds, "fold_seconds": 0.0,
-                "rejected": {}, "cpu_seconds": 0.0}  # fmt: skip
+                "fold_cpu_seconds": 0.0, "rejected": {}, "cpu_seconds": 0.0}  # fmt: skip
 
     def cpu_seconds(self) -> float:
         return 0.0

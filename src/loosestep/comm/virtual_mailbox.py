@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from loosestep.comm.courier import KEPT_ROUNDS, Pending, Transfer
 from loosestep.comm.edge import Edge, Message, NotFiniteError
 from loosestep.comm.ending import average
-from loosestep.comm.mailbox import Mailbox, in_flight
+from loosestep.comm.mailbox import Mailbox, in_flight, spread
 from loosestep.comm.shadow import Fold, Shadow
 from loosestep.comm.wire import HEADER_BYTES, Kind
 from loosestep.sim.clock import Clock, Gate
@@ -124,6 +124,7 @@ class VirtualMailbox(Mailbox):
         params: Sequence[torch.Tensor],
         emit: Callable[..., None],
         deadline: float,
+        gradients: int = 1,
         **_: Any,
     ) -> None:
         self.rank, self.world = rank, tuple(members)
@@ -131,7 +132,7 @@ class VirtualMailbox(Mailbox):
         chunk_bytes, window = in_flight(sum(p.numel() * max(4, p.element_size()) for p in params), len(self.peers))
         self.shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=False)
         self.letter_bytes = HEADER_BYTES + self.shadow.size * self.shadow.dtype.itemsize
-        self.steps, self.closed, self.done = 0, False, False
+        self.steps, self.closed, self.done, self.per_step = 0, False, False, gradients
         self._post, self._window, self._emit, self._deadline = post, window, emit, deadline
         self._edges: dict[int, Edge] = {}
         self._transfers: dict[int, Transfer] = {}
@@ -210,23 +211,20 @@ class VirtualMailbox(Mailbox):
         return set(self.peers) - self._alive - self._dead
 
     steps: int = 0
-    busy = relayed = False  # a boundary is complete at once
 
     @property
     def global_steps(self) -> int:
-        """Steps of all ranks."""
-        return sum(box.steps for box in self._post.boxes.values())
+        """Gradients of all ranks."""
+        return sum(box.steps * box.per_step for box in self._post.boxes.values())
 
     @property
     def consensus_distance(self) -> float:
         """From the differences exchanges saw."""
-        squares = [edge.square for edge in self._edges.values() if edge.applied]
-        n = len(squares) + 1
-        return (sum(squares) / len(squares) * (n - 1) / (2 * n)) ** 0.5 if squares else 0.0
+        return spread([edge.square for peer, edge in self._edges.items() if edge.applied and peer not in self._dead])
 
     # ---- the average model
 
-    def consensus(self, timeout: float = 60.0) -> Array:
+    def consensus(self, timeout: float | None = 60.0) -> Array:
         """The flat mean of all live shadows, each read when the question reaches it."""
         values = self._fetch(set(self._alive), lambda box: box.ask_shadow(self.rank), timeout)
         return mean_of(self.shadow, {**values, self.rank: self.shadow.flat()})
@@ -260,7 +258,7 @@ class VirtualMailbox(Mailbox):
     def counters(self) -> dict[str, Any]:
         """As of a real mailbox; computation for communication takes no virtual time."""
         counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "exchanges", "chunks", "folds"), 0)
-        return {**counted, **self._counters, "fold_seconds": 0.0, "rejected": {}}
+        return {**counted, **self._counters, "fold_seconds": 0.0, "fold_cpu_seconds": 0.0, "rejected": {}}
 
     def cpu_seconds(self) -> float:
         return 0.0
@@ -315,7 +313,7 @@ class VirtualMailbox(Mailbox):
 
     _waiting: tuple[set[int], dict[int, Array], Gate] | None = None
 
-    def _fetch(self, ranks: set[int], ask: Callable[[VirtualMailbox], None], timeout: float) -> dict[int, Array]:
+    def _fetch(self, ranks: set[int], ask: Callable[[VirtualMailbox], None], timeout: float | None) -> dict[int, Array]:
         """Ask the peers for a vector and wait for all that live."""
         values: dict[int, Array] = {}
         gate = Gate(self._post.clock)
@@ -323,7 +321,7 @@ class VirtualMailbox(Mailbox):
         for peer in sorted(ranks):
             self._send(peer, HEADER_BYTES, ask)
         if ranks and not gate.wait(timeout, why=f"vectors of ranks {sorted(ranks)}"):
-            raise TimeoutError(f"no answer within {timeout:g} s from rank(s) {sorted(ranks - values.keys())}")
+            raise TimeoutError(f"no answer within {timeout} s from rank(s) {sorted(ranks - values.keys())}")
         self._waiting = None
         return values
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from loosestep.comm.channel import Channel, open_devices
+from loosestep.comm.directory import wait_for
 from loosestep.comm.mailbox import Mailbox
 from loosestep.comm.near import NearChannel, Reach
 from loosestep.comm.pulse import Pulse, connect
@@ -30,6 +32,7 @@ from loosestep.comm.values import Condition, StoreValues, Values
 from loosestep.topology import Topology, detect_launch, find_master
 from loosestep.trace.events import Trace
 
+TOKEN = "token"  # of this run, from rank 0
 _attachments = itertools.count()  # every rank attaches in the same order, so the numbers agree
 
 Opener = Callable[[Topology | None, float], "World"]
@@ -107,8 +110,19 @@ class World:
     def mailbox(self, members: Sequence[int], **arguments: Any) -> Mailbox:
         """This rank's end of the gossip among `members`."""
         return Mailbox(
-            self.store, self.rank, world=members, run_id=self.prefix, deadline=self.deadline, **arguments
+            self.connect(), self.rank, world=members, run_id=self.run_id, deadline=self.deadline, check=self.check,
+            **arguments,
         )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise what another rank has failed of, while heartbeats tell."""
+        if self.pulse is not None:
+            self.pulse.check()
+
+    @cached_property
+    def run_id(self) -> str:
+        """A name that no other run has, so that a letter that has come to the wrong one is refused."""
+        return f"{self.prefix}/{self.store.get(TOKEN).decode()}"
 
     def values(self) -> Values:
         """Where the ranks of a replay leave values for each other."""
@@ -145,8 +159,8 @@ class World:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self.store.set(name, str(store.port))
         else:
-            self.store.wait([name], timedelta(seconds=self.deadline))
-            store = dist.TCPStore("127.0.0.1", int(self.store.get(name)), is_master=False, wait_for_workers=False)
+            port = int(wait_for(self.connect(), name, deadline=self.deadline, check=self.check))
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         world = World(local, Topology([range(len(mates))]), self.deadline, self.prefix, store, owned=False)
         world.reach, world.names = self.reach and self.reach.within(mates), mates
         world.start_pulse()
@@ -179,6 +193,8 @@ def open_world(topology: Topology | None, *, deadline: float) -> World:
     rank, world = dist.get_rank(), dist.get_world_size()
     prefix = f"loosestep/{next(_attachments)}"
     shared = dist.PrefixStore(prefix, connect(dist.distributed_c10d._get_default_store(), timeout=deadline))
+    if rank == 0:
+        shared.set(TOKEN, secrets.token_hex(8))
     if topology is None:
         # A process that was started by hand and initialised torch itself has no launcher: its host is its node.
         node = launch.node if launch.world == world else socket.gethostname()

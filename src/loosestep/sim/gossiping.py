@@ -257,7 +257,8 @@ def partners_of(graph: Gossip, number: int) -> Indices:
     if graph.name == "pairs":
         return np.asarray((index + draw.integers(1, learners, learners)) % learners)
     weights = graph.matrix(number)
-    np.fill_diagonal(weights, 0.0)
+    if not graph.rests:
+        np.fill_diagonal(weights, 0.0)
     edges = weights.cumsum(axis=1)
     drawn: Indices = (draw.random(learners)[:, None] * edges[:, -1:] >= edges).sum(axis=1)
-    return drawn
+    return np.where(drawn == index, -1, drawn)

@@ -1,0 +1,215 @@
+"""The gossip engine of nodes: the ranks of a node average gradients among themselves and are one learner.
+
+Local rank k owns shard k of the model and gossips about it with local rank k of the other nodes; the shards are gathered
+inside the node at the step boundary. Of a model that is sharded already each rank gossips about what it holds, and nothing
+is gathered. A rank of another node that dies costs its own edges only; a rank of the same node ends its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from loosestep.comm.base import Invitation, Kind, Offer, Parcel, Vector
+from loosestep.comm.collective import Collective
+from loosestep.exchanges import align
+from loosestep.gossip import GossipEngine, write
+from loosestep.gradients import GradientAverager
+from loosestep.replica import Replica
+from loosestep.shards import is_dtensor, local, pieces, reshard
+
+
+class NodeGossipEngine(GossipEngine):
+    """The ranks of a node are one learner: synchronous inside, gossip outside, shard by shard."""
+
+    def _open_mailbox(self, key: str | None, encrypt: bool) -> None:
+        world, sharded = self._world, self._learner.replica.sharded
+        units = world.topology if sharded else world.topology.flat()
+        self._me, self._shard, self._lanes = self._node, world.topology.local_index(world.rank), world.topology.lanes
+        self._divide(sharded)
+        size = sum(extra.numel() for extra in self._extras)
+        self._extra = torch.zeros(max(-(-size // self._lanes), 1) * self._lanes)
+        comm = Collective(world, units, trace=self.trace, averages_gradients=False, shards=sharded)
+        with self._meeting(comm):
+            align(self._learner, comm)
+            if self._shard < self._lanes:
+                self._mailbox = self._make_mailbox(self._pieces(self._vector()), key, encrypt)
+            self._meet_mates()
+
+    def _lane(self) -> list[int]:
+        """The ranks of this rank's local index, or of the last lane."""
+        topology = self._world.topology
+        return list(topology.lane(min(topology.local_index(self._world.rank), topology.lanes - 1)))
+
+    def _meet_mates(self) -> None:
+        """The ranks of this node, which average gradients and share what each has gossiped about."""
+        self._inner = self._world.inside_node()
+        self._comm = Collective(
+            self._inner, self._inner.topology, trace=self.trace, averages_gradients=True, lanes=self._lanes
+        )
+        self._comm.member = self
+        if self._mates > 1 and self._learner.inside == "plain":
+            self.averager = GradientAverager(
+                self._learner.replica.params,
+                self._comm,
+                multiple=self._lanes,
+                scope=lambda: "world",
+                waited=lambda seconds: self.trace.emit("wait", seconds=seconds, reason="gradients"),
+                worked=self._world.worked,
+            )
+
+    @property
+    def _mates(self) -> int:
+        return len(self._world.topology.mates(self._world.rank))
+
+    def _is_owned(self, tensor: torch.Tensor) -> bool:
+        """Whether no other rank of the node holds this rank's part of a tensor."""
+        return is_dtensor(tensor) and pieces(tensor) == self._mates
+
+    def _divide(self, sharded: bool) -> None:
+        """What this rank alone holds (`_owned`) and what all ranks of the node hold, which is split among them."""
+        self._common = self._learner.replica
+        if sharded:
+            model = self._learner.model
+            self._common = Replica(model, multiple=self._lanes, keep=lambda param: not self._is_owned(param))
+        self._splits = not self._owned or bool(self._common.params or self._extras)
+
+    @property
+    def _owned(self) -> Vector:
+        return [tensor for tensor in (*self._learner.replica.params, *self._statistics()) if self._is_owned(tensor)]
+
+    @property
+    def _extras(self) -> Vector:
+        return [local(extra) for extra in self._statistics() if not self._is_owned(extra)]
+
+    def _vector(self) -> Vector:
+        """What all ranks of the node hold, as flat vectors, statistics and momentum last."""
+        extras = self._extras
+        if extras:
+            packed = torch.cat([extra.detach().reshape(-1).to("cpu", torch.float32) for extra in extras])
+            self._extra[: packed.numel()] = packed
+        return [*self._common.snapshot(), self._extra]
+
+    def _pieces(self, vector: Vector) -> Vector:
+        """What this rank gossips about: its shards, where they are, and its pieces of the vector."""
+        reshard(self._sharding)
+        return [*map(local, self._owned), *(flat.view(self._lanes, -1)[self._shard] for flat in vector)]
+
+    def _share(self, vector: Vector) -> None:
+        """Every rank's pieces of the vector, on every rank of the node; and the gradient count that local rank 0 has heard,
+        in the place of a loss, so that all ranks of the node go by the same."""
+        if self._splits:
+            heard = (self._mailbox.global_steps, 1) if self._mailbox is not None and self._shard == 0 else (0.0, 0)
+            landed = self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean", losses=heard))
+            self._heard = int(landed.loss_sum)
+
+    def _adopt(self, vector: Vector) -> None:
+        self._common.assign(vector[:-1])
+        write(self._extras, vector[-1])
+
+    def fold(self) -> None:
+        """y <- y + u; x <- y for the own shard, then all shards of the node: shared at every step, so folded at every step."""
+        if self._splits:
+            self._comm.invite()
+        self._land(force=self._splits)
+
+    def mix(self, round_number: int) -> None:
+        """One round of exactly the mixing matrix, for the own shard."""
+        if self._splits:
+            self._comm.invite()
+        super().mix(round_number)
+
+    def _land(self, *, force: bool, stepped: bool = True) -> None:
+        floors = self._floors()
+        vector = self._vector()
+        if len(self._comm.present) < self._mates:  # somebody did not make this step: its shard comes from one who did
+            leader = self._comm.present[0]
+            vector = self._comm.broadcast_state({"vector": vector}, root=leader)["vector"]
+        if self._mailbox is not None:
+            self._cross(self._pieces(vector), force=force, stepped=stepped)
+        start = self.trace.clock()
+        self._share(vector)
+        self.trace.emit("wait", seconds=self.trace.clock() - start, reason="node")
+        self._adopt(vector)
+        self._keep_positive(floors)
+
+    def boundary(self) -> None:
+        """An optimizer step was made."""
+        if self._inner.pulse is not None:
+            self._inner.pulse.check()
+            self._inner.pulse.step = self._learner.state["step"] + 1
+        self._comm.step = self._learner.state["step"] + 1
+        super().boundary()
+
+    def exchange(self, round_number: int) -> None:
+        """Local ranks beyond the last lane have nobody to talk to."""
+        if self._mailbox is not None:
+            super().exchange(round_number)
+
+    def enter_consensus(self) -> Callable[[], None]:
+        """Each local rank fetches the mean of its shard, then they share them."""
+        self._comm.meet(Kind.CONSENSUS)
+        return self._swap_in()
+
+    def _swap_in(self) -> Callable[[], None]:
+        stash, held = [flat.clone() for flat in self._vector()], [local(tensor).clone() for tensor in self._owned]
+        mean = [flat.clone() for flat in stash]
+        if self._mailbox is not None:
+            write(self._pieces(mean), torch.from_numpy(self._mailbox.consensus(timeout=None)))
+        self._share(mean)
+        self._adopt(mean)
+
+        def restore() -> None:
+            self._adopt(stash)
+            for tensor, old in zip(self._owned, held, strict=True):
+                local(tensor).copy_(old)
+
+        return restore
+
+    def finish(self) -> None:
+        """First the ranks of the node meet, then the nodes."""
+        self._ending = True
+        self._comm.meet(Kind.FINISH)
+        self._take_the_newest()
+        vector = self._vector()
+        if self._mailbox is not None:
+            self._mailbox.finish(self._pieces(vector))
+        self._share(vector)
+        self._adopt(vector)
+        self._comm.close()
+        self._end()
+
+    def _take_the_newest(self) -> None:
+        steps = [int(step) for (step,) in self._comm.census(self._learner.state["step"])]
+        if len(set(steps)) > 1:
+            newest = self._comm.broadcast_state({"vector": self._vector()}, root=steps.index(max(steps)))
+            self._adopt(newest["vector"])
+
+    def abort(self, reason: str, culprit: int | None) -> None:
+        """Tell the node's ranks, leave the gossip."""
+        self._comm.abort(reason, culprit)
+        super().abort(reason, culprit)
+
+    def join(self, invitation: Invitation) -> None:
+        """Take part in what the node's other ranks do while this one waits."""
+        if invitation.kind is Kind.EXCHANGE:
+            self._land(force=True)
+        else:
+            self._swap_in()()
+
+    def blank_parcels(self) -> Iterable[Parcel]:
+        """Zeros in the shape of the gradient buckets."""
+        return self.averager.blank_parcels() if self.averager is not None else []
+
+    def global_steps(self) -> int:
+        """A step of a node is a gradient of each of its ranks. As the node's ranks have shared it, where they share."""
+        return self._heard if self._splits else super().global_steps()
+
+    _heard = 0
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """What the others have done is heard soon."""
+        super().load(saved)
+        self._heard = self._learner.state["step"] * self._world.topology.world

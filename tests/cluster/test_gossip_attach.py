@@ -1,0 +1,134 @@
+"""ADPSGD attached on real processes: how it starts, what it keeps secret, what its log says."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from pool import errors, ranks
+from torch import nn
+
+import loosestep
+from loosestep import Topology
+
+KEY = "0123456789abcdef" * 2
+APART = Topology([[0], [1], [2]])
+
+
+def attach(spec="adpsgd", **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return loosestep.attach(model, optimizer, spec, **{"topology": APART, "deadline": 20, **options})
+
+
+def train(run, target, steps=10):
+    (optimizer,) = run.optimizers
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (run.model(torch.ones(2, 4)) - target).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.005)
+
+
+def start_badly(rank: int, fault: str, spec: str = "adpsgd"):
+    """What rank 1 sees and how long everybody needs to see it."""
+    threads, begun, options = threading.active_count(), time.monotonic(), {}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if fault == "port" and rank == 1:
+            os.environ["LOOSESTEP_PORT"] = str(taken.getsockname()[1])
+        if fault == "no key":
+            options = {"encrypt": True, "key": None if rank == 1 else KEY}
+        if fault == "wrong key":
+            options = {"key": KEY[::-1] if rank == 1 else KEY}
+        try:
+            attach(spec, **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            seconds = time.monotonic() - begun
+            assert seconds < 10, f"{seconds:.1f} s"  # the deadline is 20
+            assert threading.active_count() <= threads, threading.enumerate()
+            raise RuntimeError(str(error)) from None
+        finally:
+            os.environ.pop("LOOSESTEP_PORT", None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("port", "LOOSESTEP_PORT"), ("no key", "encrypt=True needs a run key"), ("wrong key", "run key")],
+)
+def test_a_rank_that_cannot_start_lets_all_fail_at_once_with_its_reason(fault, reason):
+    seen = errors(3, start_badly, fault=fault)
+    assert all(reason in message for message in seen), seen
+    if fault != "wrong key":  # which the others see for themselves
+        assert all("rank 1 could not attach" in seen[rank] for rank in (0, 2)), seen
+
+
+def sealed(rank: int, **options):
+    with attach(**options) as run:
+        ids = run._engine._mailbox._courier.wire._run_id
+        train(run, rank)
+    return ids, run.model.weight.detach().clone(), run.stats["rejected"]
+
+
+@pytest.mark.parametrize("options", [{}, {"key": KEY}, {"key": KEY, "encrypt": True}], ids=["clear", "key", "curve"])
+def test_a_run_with_a_key_or_encrypted_ends_like_one_in_the_clear(options):
+    results = ranks(3, sealed, **options)
+    assert all(torch.equal(weight, results[0][1]) for _, weight, _ in results)
+    assert all(not rejected for _, _, rejected in results)
+
+
+def twice(rank: int):
+    return [sealed(rank)[0] for _ in range(2)]
+
+
+def test_every_run_has_a_name_of_its_own():
+    first, *others = ranks(3, twice)
+    assert first[0] != first[1]
+    assert all(other == first for other in others)
+    assert len(first[0].split("/")[-1]) == 16  # not only a count: two jobs count alike
+
+
+def logged(rank: int):
+    with attach() as run:
+        train(run, rank)
+        before = run.stats
+    kinds = [event for event in run.trace.events if event.kind in ("sent", "distance")]
+    return kinds, before, run.stats
+
+
+def test_bytes_and_consensus_distance_are_in_the_log():
+    for events, before, after in ranks(3, logged):
+        gossiped = [event.fields["bytes"] for event in events if event.kind == "sent"][1:]  # the first: the first model
+        assert sum(gossiped) >= after["bytes_sent"] > 0
+        assert [event.fields["value"] for event in events if event.kind == "distance"][-1] > 0
+        assert before["exchanges_per_second"] > 0
+        assert len(events) < 20
+
+
+def evaluate_gathered(rank: int):
+    """A consensus right after a forward without a backward, for which `fully_shard` keeps what it gathered."""
+    from torch.distributed.fsdp import fully_shard
+
+    topology, x = Topology([[0], [1], [2]]), torch.ones(2, 4)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 3), mesh=loosestep.node_mesh(topology=topology), reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with loosestep.attach(model, optimizer, "adpsgd:rate=0.01", topology=topology, deadline=20) as run, torch.no_grad():
+        with torch.enable_grad():
+            train(run, rank**2, steps=3)
+        before = model(x)
+        with run.consensus():
+            inside = model(x)
+        after = model(x)
+    return before, inside, after, model(x).detach()
+
+
+def test_sharded_models_of_one_rank_are_evaluated_with_the_mean_and_trained_without():
+    results = ranks(3, evaluate_gathered)
+    for before, inside, after, end in results:
+        assert torch.equal(after, before)
+        assert not torch.allclose(inside, before, atol=0.01)
+        assert not torch.allclose(end, before, atol=0.01)
+        assert torch.equal(end, results[0][3])

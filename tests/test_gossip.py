@@ -1,0 +1,87 @@
+"""The gossip engine, on virtual ranks."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import loosestep
+from loosestep import ADPSGD, Cluster, Topology, simulate
+
+
+def train(rank: int, strategy: Any, steps: int, *, reload: bool = False) -> dict[str, Any]:
+    """Pull towards the own rank; what the run says at every step and at its end."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(40))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    seen = []
+    with loosestep.attach(model, optimizer, strategy, deadline=20) as run:
+        if reload:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model[0] - rank).square().sum().backward()
+            optimizer.step()
+            seen.append(run.global_steps)
+        momentum = optimizer.state[model[0]]["momentum_buffer"].clone()
+        before = run.stats
+    return {"seen": seen, "total": run.global_steps, "stats": before, "momentum": momentum}
+
+
+def test_a_step_of_a_node_counts_the_gradients_of_its_ranks() -> None:
+    topology, steps = Topology([[0, 1, 2], [3]]), [10, 10, 10, 40]
+    done = simulate(lambda rank: train(rank, "adpsgd:replica=node", steps[rank]), ranks=4, topology=topology)
+    assert [result["total"] for result in done.results] == [3 * 10 + 40] * 4
+    seen = [result["seen"] for result in done.results]
+    assert seen[0] == seen[1] == seen[2]  # all ranks of a node go by the same count, those beyond the last lane too
+    assert seen[0][-1] > 30
+
+
+def test_the_momentum_of_a_state_that_was_loaded_after_attach_is_averaged() -> None:
+    shared, local = (
+        simulate(lambda rank, spec=spec: train(rank, spec, 10, reload=True), ranks=2).results
+        for spec in ("adpsgd:lockstep=true,average_momentum=true", "adpsgd:lockstep=true")
+    )
+    torch.testing.assert_close(shared[0]["momentum"], shared[1]["momentum"])
+    assert not torch.allclose(local[0]["momentum"], local[1]["momentum"])
+
+
+def test_exchanges_per_second_are_told() -> None:
+    done = simulate(lambda rank: train(rank, "adpsgd", 20), ranks=2, cluster=Cluster(compute="100ms"))
+    for result in done.results:
+        assert result["stats"]["exchanges_per_second"] == pytest.approx(10, rel=0.2)
+        assert result["stats"]["fold_cpu_seconds"] == 0.0  # takes no virtual time
+
+
+def test_a_graph_that_falls_apart_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    path, failures = ADPSGD(topology={0: [1], 1: [2], 2: [3]}), {1: "550ms"}
+    with caplog.at_level(logging.WARNING, "loosestep"):
+        done = simulate(
+            lambda rank: train(rank, path, 20), ranks=4, cluster=Cluster(compute="100ms", failures=failures)
+        )
+    apart = [moment for moment in done.events if moment.kind == "graph_apart"]
+    assert [moment.rank for moment in apart] == [0, 2, 3]
+    assert all(moment.fields["parts"] == [[0], [2, 3]] for moment in apart)
+    assert sum("fallen apart: the ranks [0] and [2, 3]" in message for message in caplog.messages) == 3
+
+
+def test_a_ring_that_closes_over_a_gap_is_no_news() -> None:
+    done = simulate(lambda rank: train(rank, "adpsgd", 20), ranks=4, cluster=Cluster(failures={1: "550ms"}))
+    assert not [moment for moment in done.events if moment.kind == "graph_apart"]
+
+
+def test_a_random_ring_of_two_is_remarked_upon_once(caplog: pytest.LogCaptureFixture) -> None:
+    simulate(lambda rank: train(rank, "adpsgd:topology=random-ring", 2), ranks=2)
+    assert [record.levelno for record in caplog.records if "equals pairs" in record.message] == [logging.WARNING]
+
+
+@pytest.mark.parametrize("secret", [{"key": "0123456789abcdef"}, {"encrypt": True}])
+def test_a_key_for_a_collective_strategy_is_refused(secret: dict[str, Any]) -> None:
+    def attach(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce", **secret)
+
+    with pytest.raises(ValueError, match="key= and encrypt= are for gossip"):
+        simulate(attach, ranks=2)
