@@ -49,11 +49,12 @@ def compare(
     strategies: Annotated[
         str,
         typer.Option(
-            help="Separated by commas, with their fields: allreduce,daso:period=4,delay=2,adpsgd.",
+            help="Of those below, separated by commas. (allreduce, daso, adpsgd:topology=random-ring, delay-by-one)",
+            show_default=False,
             autocompletion=completion.strategies,
         ),
     ] = "allreduce,daso,adpsgd:topology=random-ring,delay-by-one",
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, metavar="<int>", help="How many seeds, from --seed on.")] = 3,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     lr_search: Annotated[
         bool,
@@ -82,10 +83,12 @@ def compare(
 ) -> None:
     """Train RECIPE with every strategy and seed, at the same budget of gradients; print a table, write a report.
 
-    Strategies are trained in turn, seed by seed. Without --lr every strategy gets the recipe's learning rate, fitted to
-    it by rule; with --lr-search the best of a short search.
+    Strategies are trained in turn, seed by seed. Without --lr every strategy gets
+    the recipe's learning rate, fitted to it by rule; with --lr-search the best of
+    a short search.
 
-    Example: loosestep compare vision --strategies allreduce,daso:period=8,adpsgd --seeds 3 --nodes 2 --ranks-per-node 2
+    Example: loosestep compare vision --strategies allreduce,daso:period=8,adpsgd
+    --seeds 3 --nodes 2 --ranks-per-node 2
     """
     console = Console(highlight=False)
     with one_line_errors(), gentle_end():

@@ -38,9 +38,7 @@ def device(begun: str) -> list[str]:
 
 def setting(context: typer.Context, begun: str) -> list[tuple[str, str]]:
     """The options of the recipe that was named before, each with its help."""
-    words = {
-        context.params.get("recipe"),
-        *context.args,
-    }  # an argument is not parsed yet when an option waits for its value
+    # While an option waits for its value, arguments are among the words that are not parsed.
+    words = {context.params.get("recipe"), *context.args}
     options = [option for name in RECIPES if name in words for option in find_recipe(name).options()]
     return [(f"{option.name}=", option.help) for option in options if option.name.startswith(begun)]
