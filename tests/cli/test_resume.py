@@ -67,16 +67,6 @@ def test_fewer_ranks_and_more_train_on_and_count_what_was_sent_once(strategy: st
     assert 39 * more.per_gradient("bytes_sent") > sent
 
 
-def test_a_complete_run_whose_final_model_is_gone_is_finished_again() -> None:
-    arguments = ["train", TINY, "--strategy", "allreduce", "--gradients", "8", "--name", "run"]
-    loosestep(*arguments)
-    folder = RunFolder(Path("runs/run"))
-    before = final_model(folder.path)
-    folder.final_model.rename("elsewhere")
-    assert "goes on at gradient 8 of 8" in loosestep("resume", "runs/run")
-    assert all(torch.equal(before[name], value) for name, value in final_model(folder.path).items())
-
-
 def test_a_mistake_in_the_ranks_changes_nothing() -> None:
     Path("run").mkdir()
     before = Config(recipe=TINY, nodes=2, gradients=8)

@@ -28,7 +28,7 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # whatever comes from outside is missed, and complained of
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # nothing comes from outside: what a plot needs from there is missing
     "--enable-logging=stderr",
     "--virtual-time-budget=8000",
 ]

@@ -153,6 +153,8 @@ def test_a_run_is_complete_only_when_its_final_model_is_stored(tmp_path: Path, m
     assert final_model(folder)  # that of before
     train_once()
     assert folder.complete
+    folder.final_model.rename(tmp_path / "elsewhere")
+    assert not folder.complete  # there is a line, but no model
 
 
 def test_the_learning_rate_counts_the_nodes_there_are(tmp_path: Path) -> None:
