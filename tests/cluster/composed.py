@@ -1,6 +1,7 @@
 """Models that are wrapped or sharded inside their node, two nodes of two ranks, for tests."""
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -9,19 +10,22 @@ import loosestep
 from loosestep import Topology
 
 GRID = Topology([[0, 1], [2, 3]])
+SQUARE = Topology([[0, 1, 2, 3], [4, 5, 6, 7]])
+UNEVEN = Topology([[0], [1, 2, 3]])
 MESHES: dict[str, DeviceMesh] = {}  # of this process: making groups takes time
 
 
-def mesh() -> DeviceMesh:
-    if "node" not in MESHES:
-        MESHES["node"] = loosestep.node_mesh(topology=GRID)
-    return MESHES["node"]
+def mesh(topology: Topology = GRID) -> DeviceMesh:
+    if str(topology) not in MESHES:
+        MESHES[str(topology)] = loosestep.node_mesh(topology=topology)
+    return MESHES[str(topology)]
 
 
 def grid() -> DeviceMesh:
-    """Two axes inside the node: data parallel (of one rank here) and tensor parallel."""
+    """Two axes inside the node: data parallel (of one rank with 2 nodes of 2, of two with 2 of 4) and tensor parallel."""
     if "grid" not in MESHES:
-        MESHES["grid"] = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("nodes", "rows", "columns"))
+        rows = dist.get_world_size() // 4
+        MESHES["grid"] = init_device_mesh("cpu", (2, rows, 2), mesh_dim_names=("nodes", "rows", "columns"))
     return MESHES["grid"]
 
 
@@ -38,17 +42,18 @@ class Net(nn.Module):
         return self.out(torch.relu(self.second(torch.relu(self.norm(self.first(x * self.frozen))))))
 
 
-def build(inside: str, *, seed: int = 0, width: int = 5, norm: bool = False) -> nn.Module:
+def build(inside: str, *, seed: int = 0, width: int = 5, norm: bool = False, topology: Topology = GRID) -> nn.Module:
     torch.manual_seed(seed)
     model = Net(width=width, norm=norm)
     if inside == "ddp":
-        return DistributedDataParallel(model, process_group=mesh().get_group())
-    if inside in ("fsdp", "offload"):
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+        return DistributedDataParallel(model, process_group=mesh(topology).get_group())
+    if inside in ("fsdp", "offload", "fsdp, computing in bfloat16"):
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         offload = CPUOffloadPolicy(pin_memory=False) if inside == "offload" else OffloadPolicy()
-        fully_shard(model.first, mesh=mesh(), offload_policy=offload)
-        fully_shard(model, mesh=mesh(), offload_policy=offload)
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "bfloat16" in inside else MixedPrecisionPolicy()
+        fully_shard(model.first, mesh=mesh(), offload_policy=offload, mp_policy=low)
+        fully_shard(model, mesh=mesh(), offload_policy=offload, mp_policy=low)
     if inside in ("tensor", "grid"):
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -32,6 +32,14 @@ def loop(rank: int, form: str, spec: str | None, backend: str):
 
     if form == "whole step":
         step = compiled(step)
+    if form == "optimizer":
+        update = compiled(lambda: optimizer.step())
+
+        def step(x):
+            (model(x) - 1).square().mean().backward()
+            update()
+            optimizer.zero_grad()
+
     for index in range(6):
         step(torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + index)))
     if run:
@@ -54,7 +62,12 @@ def both(rank: int, form: str, spec: str, backend: str):
 
 @pytest.mark.parametrize(
     ("form", "backend"),
-    [("compiled, then attached", "eager"), ("attached, then compiled", "aot_eager"), ("whole step", "eager")],
+    [
+        ("compiled, then attached", "eager"),
+        ("attached, then compiled", "aot_eager"),
+        ("whole step", "eager"),
+        ("optimizer", "eager"),
+    ],
 )
 def test_attaching_adds_no_graph_break_and_compiling_does_not_change_the_way(form, backend):
     for alone, attached, eager in ranks(2, both, form=form, spec="daso:period=2", backend=backend):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from composed import GRID, Net, batch, build, mesh, train, whole
+from composed import GRID, SQUARE, UNEVEN, Net, batch, build, mesh, train, whole
 from pool import errors, ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,12 +11,14 @@ import loosestep
 from loosestep import Topology
 
 
-def trajectory(rank: int, inside: str, spec: str, steps: int = 12, adam: bool = False, width: int = 5):
-    model = build(inside, seed=GRID.node_of(rank), width=width)  # all start as node 0
+def trajectory(
+    rank: int, inside: str, spec: str, steps: int = 12, adam: bool = False, width: int = 5, topology: Topology = GRID
+):
+    model = build(inside, seed=topology.node_of(rank), width=width, topology=topology)  # all start as node 0
     make = torch.optim.Adam if adam else torch.optim.SGD
     optimizer = make(model.parameters(), lr=0.05, **({} if adam else {"momentum": 0.9}))
     seen = []
-    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+    with loosestep.attach(model, optimizer, spec, topology=topology, deadline=20) as run:
         start = whole(model)
         for step in range(steps):
             train(model, optimizer, rank, step, inside)
@@ -60,8 +62,22 @@ def plain(spec: str, adam: bool, width: int) -> list[dict]:
 @pytest.mark.parametrize(("inside", "spec", "adam"), CASES)
 def test_a_wrapped_model_takes_the_same_way_as_the_plain_one(inside, spec, adam):
     width = 6 if inside in ("tensor", "grid") else 5
-    expected = plain(spec, adam, width)
     results = ranks(4, trajectory, inside=inside, spec=spec, adam=adam, width=width)
+    same_way(results, plain(spec, adam, width), spec)
+
+
+def test_ddp_inside_nodes_of_different_sizes_takes_the_same_way_as_the_plain_model():
+    both = [ranks(4, trajectory, inside=inside, spec=RAMPED, topology=UNEVEN) for inside in ("ddp", "plain")]
+    same_way(*both, RAMPED)
+
+
+def test_data_and_tensor_parallel_axes_inside_the_node_take_the_same_way_as_the_plain_model():
+    """Two nodes of a 2 x 2 mesh: every parameter of the first two layers is cut both ways."""
+    both = [ranks(8, trajectory, inside=inside, spec=RAMPED, width=8, topology=SQUARE) for inside in ("grid", "plain")]
+    same_way(*both, RAMPED)
+
+
+def same_way(results: list[dict], expected: list[dict], spec: str) -> None:
     for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one["start"], expected[0]["start"], rtol=0, atol=0)
         for step, (a, b) in enumerate(zip(one["seen"], other["seen"], strict=True)):
@@ -107,6 +123,8 @@ def refused(rank: int, case: str):
         fully_shard(model, mesh=mesh(), shard_placement_fn=place)
     elif case == "one node sharded" and rank > 1:
         fully_shard(model, mesh=mesh())
+    elif case == "gossip of copies":
+        model, strategy, topology = build("grid", width=8), "adpsgd:replica=node", SQUARE
     elif case == "flat parameters":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -139,3 +157,8 @@ def refused(rank: int, case: str):
 def test_what_cannot_be_connected_is_refused_on_every_rank(case, message):
     for seen in errors(4, refused, case=case):
         assert message in seen
+
+
+def test_gossip_of_shards_that_have_copies_in_their_node_is_refused():
+    for seen in errors(8, refused, case="gossip of copies"):
+        assert "is sharded over a part of the node and copied over the rest; gossip would let the copies drift" in seen

@@ -20,6 +20,7 @@ def low(rank: int, inside: str, form: str):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
                 loss = (model(x.to(torch.bfloat16 if form == "bfloat16" else torch.float32)) - 1).square().mean()
+            assert form != "master weights" or loss.dtype == torch.bfloat16
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -27,7 +28,14 @@ def low(rank: int, inside: str, form: str):
 
 
 @pytest.mark.parametrize(
-    ("inside", "form"), [("plain", "bfloat16"), ("plain", "autocast"), ("fsdp", "bfloat16"), ("fsdp", "autocast")]
+    ("inside", "form"),
+    [
+        ("plain", "bfloat16"),
+        ("plain", "autocast"),
+        ("fsdp", "bfloat16"),
+        ("fsdp", "autocast"),
+        ("fsdp, computing in bfloat16", "master weights"),
+    ],
 )
 def test_low_precision_learns_and_ends_identical(inside, form):
     results = ranks(4, low, inside=inside, form=form)
@@ -63,6 +71,7 @@ def scaled(rank: int, inside: str, spec: str):
         ("fsdp", "daso:period=2", (2, 3)),
         ("plain", "allreduce", (0, 1, 2, 3)),
         ("plain", "adpsgd", (2,)),
+        ("plain", "adpsgd:replica=node", (2, 3)),
     ],
 )
 def test_an_inf_on_one_node_skips_the_step_of_that_learner_only(inside, spec, skipping):

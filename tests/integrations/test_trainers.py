@@ -39,6 +39,13 @@ def test_a_trainers_own_ddp_is_refused_and_its_example_ends_with_the_same_parame
         assert way_out in re.search("refused: .*", text)[0]
         assert end[2] == ends[0][2]
         assert float(end[1]) < 2.0  # 8 and more untrained, 3.4 for the language model
+    if library == "transformers":
+        trained, evaluated = (
+            [re.findall(f"{what} (.*)", text)[-1] for text in told] for what in ("trained", "evaluated")
+        )
+        assert trained[0] != trained[1]
+        assert evaluated[0] == evaluated[1]  # the mean, which nobody trains
+        assert evaluated[0] not in trained
 
 
 def test_the_fsdp_example_learns():

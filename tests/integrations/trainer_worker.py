@@ -59,8 +59,43 @@ def transformers_by_default() -> None:
         Trainer(model, arguments, train_dataset=data, callbacks=[LoosestepCallback("daso")]).train()
 
 
+def transformers_on_the_way() -> None:
+    """Evaluates while the replicas differ; says what it was that it evaluated."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    from loosestep.integrations.transformers import attach
+
+    def checksum(model: torch.nn.Module) -> str:
+        return f"{sum(p.double().sum().item() for p in model.parameters()):.9f}"
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+            print("trained", checksum(kwargs["model"]))
+
+        def on_prediction_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
+            print("evaluated", checksum(kwargs["model"]))
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+        steps = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.1}
+        data = [{"input_ids": torch.arange(4).roll(i), "labels": torch.arange(4).roll(i)} for i in range(64)]
+        trainer = Trainer(
+            model,
+            TrainingArguments(folder, **quiet, **steps),
+            train_dataset=data,
+            eval_dataset=data[:16],
+            callbacks=[Look()],
+        )
+        attach(trainer, "localsgd:period=4")
+        trainer.train()
+
+
 try:
     globals()[f"{sys.argv[1]}_by_default"]()
 except ValueError as error:
     print(f"refused: {error}")
+if sys.argv[1] == "transformers":
+    transformers_on_the_way()
 runpy.run_path(sys.argv[2])

@@ -1,8 +1,13 @@
-"""Hugging Face's Trainer: `attach(trainer, "daso:period=4")` before `trainer.train()`."""
+"""Hugging Face's Trainer: `attach(trainer, "daso:period=4")` before `trainer.train()`.
+
+While it trains, `trainer.evaluate` judges the mean of all replicas; else every process would judge a model of its own.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -18,6 +23,7 @@ class LoosestepCallback(TrainerCallback):
 
     def __init__(self, strategy: Strategy | str = "daso", *, trainer: Trainer | None = None, **options: Any) -> None:
         self.run: Run | None = None
+        self._training = False
         self._strategy, self._trainer, self._options = strategy, trainer, options
 
     def on_train_begin(
@@ -32,6 +38,7 @@ class LoosestepCallback(TrainerCallback):
             )
         model = kwargs["model"] if self._trainer is None else self._trainer.model_wrapped
         self.run = attach_prepared(model, kwargs["optimizer"], self._strategy, **self._options)
+        self._training = True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -39,6 +46,12 @@ class LoosestepCallback(TrainerCallback):
         """Nothing is in flight any more."""
         if self.run is not None:
             self.run.finish()
+            self._training = False
+
+    def evaluate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own evaluation, of the mean of all replicas; every process calls it."""
+        with self.run.consensus() if self.run is not None and self._training else nullcontext():
+            return own(*args, **kwargs)
 
 
 def attach(trainer: Trainer, strategy: Strategy | str = "daso", **options: Any) -> LoosestepCallback:
@@ -46,5 +59,6 @@ def attach(trainer: Trainer, strategy: Strategy | str = "daso", **options: Any) 
     accelerator = trainer.accelerator
     accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
     callback = LoosestepCallback(strategy, trainer=trainer, **options)
+    vars(trainer)["evaluate"] = functools.partial(callback.evaluate, trainer.evaluate)
     trainer.add_callback(callback)
     return callback
