@@ -36,6 +36,12 @@ def test_a_recipe_is_trained_on_virtual_ranks_and_reported(tmp_path: Path) -> No
     assert "was simulated" in refused.output
 
 
+def test_a_simulation_that_diverged_leaves_a_report_too(tmp_path: Path) -> None:
+    said = simulate("--gradients", "8", "--compute", "1ms", "--set", "scale=nan", "--name", "odd", code=2)
+    assert "training loss is nan" in said
+    assert "daso: diverged" in (tmp_path / "runs/odd/report.html").read_text()
+
+
 def test_timing_only_trains_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     said = simulate(
         "--nodes", "64", "--ranks-per-node", "4", "--timing-only", "--compute", "100ms", "--gradients", "5120"

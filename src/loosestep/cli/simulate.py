@@ -12,7 +12,7 @@ from rich.table import Table
 
 from loosestep.cli import asked
 from loosestep.cli.launch import gentle_end
-from loosestep.cli.running import conclude, new_folder, one_line_errors, prepare, settle
+from loosestep.cli.running import conclude, new_folder, one_line_errors, prepare, report_so_far, settle
 from loosestep.cli.screen import Screen, spell_time
 from loosestep.lab import grammar
 from loosestep.recipes import Task
@@ -130,8 +130,12 @@ def train_virtually(config: Config, task: Task[Any], cluster: Cluster, path: Pat
         f"gradients, run folder {path}",
         soft_wrap=True,
     )
-    with Screen(console, title) as screen:
-        done = simulate_run(folder, config, task, cluster, screen.show)
+    try:
+        with Screen(console, title) as screen:
+            done = simulate_run(folder, config, task, cluster, screen.show)
+    except TrainingError:
+        report_so_far(folder)
+        raise
     show_simulation(done, console)
     conclude(folder, Ending(complete=True, problem=_losses(done)), console)
 
