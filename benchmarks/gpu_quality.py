@@ -1,6 +1,7 @@
 """Speed and quality of the same runs: four ranks that share a GPU train a network to its end, over gloo and the loopback.
 
     python benchmarks/gpu_quality.py --data CIFAR10 [--seeds 2] [--lines FILE] [--earlier FILES] [--seconds 500]
+    python benchmarks/gpu_quality.py --recipe acoustic --data AN4
     python benchmarks/gpu_quality.py --data CIFAR10 --try "DASO, 4 nodes of 1 rank=daso:period=2,delay=2@0.8"    instead of all settings
 
 Every run is what `loosestep train` does with the same settings: one process a rank, nothing beside them. Round by round
@@ -27,7 +28,7 @@ from common import Spread, ratios, table, write_section
 from loosestep import launch
 from loosestep.training.config import Config
 from loosestep.training.folder import RunFolder
-from recipes import Result, read_results, where
+from recipes import JUDGED, Result, read_options, read_results, where
 
 GPU = Path(__file__).with_name("GPU.md")
 FREE, SYNCHRONOUS = "no communication", "synchronous"
@@ -50,24 +51,49 @@ class Trial(NamedTuple):
     seed: int
 
 
-SETTINGS = {
-    FREE: Setting("localsgd:period=1000000000", 4, 1, 0.4),
-    SYNCHRONOUS: Setting("allreduce", 4, 1, 0.4),
-    "DASO, 4 nodes of 1 rank": Setting("daso:period=1,delay=1", 4, 1, 0.8),
-    "DASO, 2 nodes of 2 ranks": Setting("daso:period=8,delay=6", 2, 2, 0.8),
-    "AD-PSGD, randomized ring": Setting("adpsgd:topology=random-ring,cpu_share=1.0", 4, 1, 0.8),
+class Plan(NamedTuple):
+    """What a recipe is trained with."""
+
+    gradients: int  # of all ranks
+    options: dict[str, Any]
+    settings: dict[str, Setting]
+
+
+FLAT, NODES, RING = "DASO, 4 nodes of 1 rank", "DASO, 2 nodes of 2 ranks", "AD-PSGD, randomized ring"
+PLANS = {
+    "vision": Plan(
+        2512,
+        {"model": "resnet20", "width": 4.0, "batch": 128, "schedule": "one-cycle"},
+        {
+            FREE: Setting("localsgd:period=1000000000", 4, 1, 0.4),
+            SYNCHRONOUS: Setting("allreduce", 4, 1, 0.4),
+            FLAT: Setting("daso:period=1,delay=1", 4, 1, 0.8),
+            NODES: Setting("daso:period=8,delay=6", 2, 2, 0.8),
+            RING: Setting("adpsgd:topology=random-ring,cpu_share=1.0", 4, 1, 0.8),
+        },
+    ),
+    "acoustic": Plan(  # the learning rates of ACOUSTIC.md
+        5952,
+        {"batch": 8},
+        {
+            FREE: Setting("localsgd:period=1000000000", 4, 1, 0.004),
+            SYNCHRONOUS: Setting("allreduce", 4, 1, 0.004),
+            FLAT: Setting("daso:period=4,delay=3", 4, 1, 0.004),
+            NODES: Setting("daso:period=4,delay=3", 2, 2, 0.004),
+            RING: Setting("adpsgd:topology=random-ring,cpu_share=1.0", 4, 1, 0.005),
+        },
+    ),
 }
 WARM = 0.1  # the first part of every rank's steps does not count as speed
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="CIFAR-10; without, the digits")
+    parser.add_argument("--recipe", choices=list(PLANS), default="vision")
+    parser.add_argument("--data", type=Path, help="CIFAR-10 or AN4; without, what the recipe brings along")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", default="resnet20")
-    parser.add_argument("--width", type=float, default=4.0, help="multiplies the channels")
-    parser.add_argument("--batch", type=int, default=128, help="images per gradient")
-    parser.add_argument("--gradients", type=int, default=2512, help="of all ranks")
+    parser.add_argument("--set", action="append", default=[], help="options of the recipe, as in --set batch=64")
+    parser.add_argument("--gradients", type=int, help="of all ranks")
     parser.add_argument(
         "--free", type=float, default=0.33, help="the part of them that the run without communication makes"
     )
@@ -83,7 +109,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lines", type=Path, help="append result lines to this file, not only to the terminal")
     parser.add_argument("--note", default="", help="a sentence for below the table")
     parser.add_argument("--output", type=Path, help="the file with the section, instead of GPU.md")
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    chosen.plan = PLANS[chosen.recipe]
+    chosen.options = chosen.plan.options | read_options(chosen.set)
+    chosen.gradients = chosen.gradients or chosen.plan.gradients
+    return chosen
 
 
 # Runs ------------------------------------------------------------------------------------------------------------------
@@ -93,7 +123,7 @@ def train(trial: Trial, chosen: argparse.Namespace, folder: RunFolder) -> Result
     """One run; its quality, its speed and what it waited."""
     name, setting, seed = trial
     config = Config(
-        recipe="vision",
+        recipe=chosen.recipe,
         strategy=setting.strategy,
         nodes=setting.nodes,
         ranks_per_node=str(setting.ranks_per_node),
@@ -104,7 +134,7 @@ def train(trial: Trial, chosen: argparse.Namespace, folder: RunFolder) -> Result
         device=chosen.device,
         checkpoint_every=10**9,
         evaluate_every=10**9,
-        options={"model": chosen.model, "width": chosen.width, "batch": chosen.batch, "schedule": "one-cycle"},
+        options=chosen.options,
     )
     folder.path.mkdir()
     config.write(folder.config_file)
@@ -116,17 +146,17 @@ def train(trial: Trial, chosen: argparse.Namespace, folder: RunFolder) -> Result
         job.wait()
         tail = job.ranks[0].output[-3:]
     known = {"name": name, "seed": seed, **setting._asdict(), "wall": time.monotonic() - begin}
-    return {**known, **judge(folder.metrics(), tail), "where": where(chosen.device)}
+    return {**known, **judge(folder.metrics(), tail, chosen.recipe), "where": where(chosen.device)}
 
 
-def judge(lines: Sequence[dict[str, Any]], tail: Sequence[str]) -> Result:
+def judge(lines: Sequence[dict[str, Any]], tail: Sequence[str], recipe: str) -> Result:
     """What is worth keeping of a run's metrics."""
     final = next((line for line in lines if line["kind"] == "final"), None)
     if final is None:
         return {"quality": None, "problem": " ".join(tail)[-300:]}
     ends = [line for line in lines if line["kind"] == "end"]
     return {
-        "quality": final["metrics"]["accuracy"],
+        "quality": final["metrics"][JUDGED[recipe].metric],
         "gradients": final["gradients"],
         "speed": gradients_per_second(lines),
         "waiting": statistics.mean(line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends),
@@ -152,12 +182,13 @@ def gradients_per_second(lines: Sequence[dict[str, Any]]) -> float:
 
 def settings(chosen: argparse.Namespace) -> list[tuple[str, Setting]]:
     """Those to run in every round."""
-    names = list(SETTINGS) if chosen.only is None and not chosen.tried else (chosen.only or "").split(";")
-    found = [(name, SETTINGS[name]) for name in names if name]
+    known = chosen.plan.settings
+    names = list(known) if chosen.only is None and not chosen.tried else (chosen.only or "").split(";")
+    found = [(name, known[name]) for name in names if name]
     for text in chosen.tried:
         name, _, other = text.partition("=")
         strategy, _, lr = other.rpartition("@")
-        found.append((name, SETTINGS[name]._replace(strategy=strategy, lr=float(lr))))
+        found.append((name, known[name]._replace(strategy=strategy, lr=float(lr))))
     return found
 
 
@@ -191,7 +222,7 @@ def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
     free = {result["seed"]: result["speed"] for result in results if result["name"] == FREE}
     rows: list[list[str]] = []
     synchronous = {result["seed"]: result["quality"] for result in results if result["name"] == SYNCHRONOUS}
-    order = list(SETTINGS)
+    order = list(chosen.plan.settings)
     groups = dict.fromkeys(trial_of(result)[:2] for result in results if result["quality"] is not None)
     for name, setting in sorted(groups, key=lambda group: order.index(group[0])):
         runs = [r for r in results if r["quality"] is not None and trial_of(r)[:2] == (name, setting)]
@@ -212,14 +243,14 @@ def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
                 str(len(runs)),
             ]
         )
-    header = ["", "learning rate", "accuracy %", "against synchronous", "gradients/s", "of no communication", "MB sent a step", "staleness", "runs"]  # fmt: skip
-    data = "the digits" if chosen.data is None else chosen.data.name
+    header = ["", "learning rate", JUDGED[chosen.recipe].label, "against synchronous", "gradients/s", "of no communication", "MB sent a step", "staleness", "runs"]  # fmt: skip
+    data = "the recipe's own data" if chosen.data is None else chosen.data.name
+    options = " ".join(f"{key}={value}" for key, value in chosen.options.items())
     machines = "; ".join(sorted({result["where"] for result in results}))
     return (
         f"## Four ranks train to the end on one {chosen.device} device: speed and quality of the same runs\n\n{table(header, rows)}\n\n"
-        f"Written by `benchmarks/gpu_quality.py`: {data}, {chosen.model} of {chosen.width:g} times the width, batch {chosen.batch}, "
-        f"{chosen.gradients} gradients of all ranks, one-cycle; processes over gloo and the loopback, {chosen.threads} threads each, nothing beside "
-        "them. Accuracy: mean (least-most) over the seeds, of the model that `finish()` leaves on all ranks; the difference seed by seed. Speed: median (least-most), from the "
+        f"Written by `benchmarks/gpu_quality.py`: the {chosen.recipe} recipe on {data} with {options}, {chosen.gradients} gradients of all ranks; "
+        f"processes over gloo and the loopback, {chosen.threads} threads each, nothing beside them. Quality: mean (least-most) over the seeds, of the model that `finish()` leaves on all ranks; the difference seed by seed. Speed: median (least-most), from the "
         f"time all ranks have made {WARM:.0%} of their steps until the first has made its last; ratios within a round (a seed). Start-up, evaluation "
         f"and finish are not counted. The run without communication makes {chosen.free:.0%} of the gradients. {chosen.note}\n\n{machines}."
     )
@@ -231,7 +262,9 @@ def main() -> None:
         sys.exit(f"no data at {chosen.data}: they are not part of the project")
     text = section(collect(chosen), chosen)
     print(f"\n{text}")
-    write_section("gpu-quality", text, path=chosen.output or GPU)
+    write_section(
+        "gpu-quality" if chosen.recipe == "vision" else f"gpu-quality-{chosen.recipe}", text, path=chosen.output or GPU
+    )
 
 
 if __name__ == "__main__":

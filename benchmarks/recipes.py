@@ -96,7 +96,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.options = {key: _value(text) for key, _, text in (pair.partition("=") for pair in arguments.set)}
+        self.options = read_options(arguments.set)
         self.known = {_trial(result): result for result in read_results(arguments.earlier)}
         self.until = time.monotonic() + arguments.seconds
         self.root = Path(tempfile.mkdtemp(prefix="loosestep-recipes-"))
@@ -214,6 +214,11 @@ def rates_to_try(chosen: argparse.Namespace, names: Sequence[str]) -> list[tuple
 
 def _trial(result: Result) -> Trial:
     return Trial(*(result[name] for name in Trial._fields))
+
+
+def read_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """KEY=VALUE, values as JSON where they are."""
+    return {key: _value(text) for key, _, text in (pair.partition("=") for pair in pairs)}
 
 
 def _value(text: str) -> Any:
