@@ -244,7 +244,7 @@ def table_of_seeds(results: Sequence[Result], names: Sequence[str], judged: Judg
         speed = statistics.mean(result["gradients"] / result["seconds"] for result in runs)
         rows.append(
             [
-                name,
+                f"{name} (`{STRATEGIES[name]}`)",
                 f"{runs[0]['lr']:g}",
                 quality.text(".1f", centre="mean"),
                 "" if base is None else f"{quality.mean - base:+.1f}",
@@ -291,7 +291,7 @@ def page(chosen: argparse.Namespace, seeds: str, search: str, machines: Sequence
         + (
             VIRTUALLY
             if chosen.virtual
-            else "Several runs shared the machine, so gradients per second compare only roughly."
+            else "Other work shared the machine, so gradients per second compare only roughly."
         )
         + "\n\n"
         f"{search}\n\n{'; '.join(machines)}.\n"
