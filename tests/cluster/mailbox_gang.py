@@ -61,11 +61,6 @@ class Gang:
         with np.load(self.folder / f"{rank}.npz") as saved:
             return saved[name]
 
-    def shadow(self, rank):
-        """base + delta of a rank that never folded; it may be dead."""
-        parts = [np.memmap(self.folder / f"{rank}.part{k}", dtype=np.float64, mode="r") for k in range(2)]
-        return np.asarray(parts[0]) + np.asarray(parts[1])
-
     def close(self):
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             process.kill()

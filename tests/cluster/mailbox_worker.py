@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 
+import ledger
 import numpy as np
 import torch
 from torch.distributed import FileStore, TCPStore
@@ -17,6 +18,7 @@ from loosestep.comm.wire import Kind
 from loosestep.graphs import Gossip
 
 WITH_VALUE = (Kind.REQUEST, Kind.REPLY)
+EXCHANGING = (*WITH_VALUE, Kind.ACK, Kind.PING)
 
 
 class Worker:
@@ -39,32 +41,49 @@ class Worker:
             emit=self.emit,
             timing=Timing(**options["timing"]) if "timing" in options else None,
             lose=self.lose if options.get("drops") or options.get("kill_at") else None,
-            allocate=self.allocate,
         )
         del store  # from here on nothing may need it
-        self.drops = options.get("drops", 0)
+        self.drops, self.late = options.get("drops", 0), options.get("late", 0)
+        courier = self.mailbox._courier
+        if "victim" in options and rank != options["victim"]:
+            ledger.keep(folder, courier, options["victim"])
+        courier.transport.send = self.hesitant(courier.transport.send)
 
     def emit(self, kind, **fields):
         self.events.append({"kind": kind, "at": time.monotonic()} | fields)
-
-    def allocate(self, size, dtype):
-        """The shadow in a file: it can be read after a kill -9."""
-        count = sum(1 for _ in self.folder.glob(f"{self.rank}.part*"))
-        return np.memmap(self.folder / f"{self.rank}.part{count}", dtype=dtype, mode="w+", shape=(size,))
 
     def lose(self, header):
         if header.kind not in WITH_VALUE:
             return False
         self.sent += 1
-        hit = header.kind == Kind.REPLY or self.options.get(
-            "kill_anywhere"
-        )  # a reply: applied here, and nobody will know
-        if hit and self.rank == self.options.get("victim") and self.sent >= self.options["kill_at"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if (
+            self.rank == self.options.get("victim")
+            and self.sent >= self.options["kill_at"]
+            and header.kind == Kind.REPLY
+        ):
+            ledger.write_will(self.folder, self.mailbox._courier)
+            os.kill(os.getpid(), signal.SIGKILL)  # it has applied the pair, and the answer will never leave
         if self.drops and self.draw.random() < 0.1:
             self.drops -= 1
             return True
         return False
+
+    def hesitant(self, send):
+        """Some frames leave late: behind younger ones, and when what they say has been repeated already."""
+        held = []
+
+        def send_or_hold(peer, frame):
+            now = time.monotonic()
+            for entry in [entry for entry in held if entry[0] <= now]:
+                held.remove(entry)
+                send(*entry[1:])
+            if self.late and frame[5] in EXCHANGING and self.draw.random() < 0.1:
+                self.late -= 1
+                held.append((now + self.draw.uniform(0.05, 0.2), peer, bytes(frame)))
+                return True
+            return send(peer, frame)
+
+        return send_or_hold
 
     def free(self):
         """Steps of `step` seconds and one exchange a step, until `exchanges` are done or, with none given, `stop` comes."""
@@ -80,11 +99,10 @@ class Worker:
                     pending.wait(20)
                     completed += pending.outcome == "exchanged"
             time.sleep(options.get("step", 0))
-            if self.rank != options.get("victim"):
-                self.mailbox.boundary(self.params)
+            self.mailbox.boundary(self.params)
             gaps.append(time.monotonic() - last)
             last = time.monotonic()
-        self.report.update(worst_gap=max(gaps), steps=number)
+        self.report.update(worst_gap=max(gaps), steps=number, late=options.get("late", 0) - self.late)
         self.arrays["shadow"] = self.mailbox._shadow.flat()
         self.end()
 

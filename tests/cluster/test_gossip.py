@@ -1,10 +1,12 @@
 """ADPSGD and DelayByOne attached, on real processes."""
 
+import socket
 import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import errors, ranks
 from torch import nn
 
@@ -52,7 +54,6 @@ def train(rank: int, spec: str, steps: list[int] | int = 30, topology=GRID, paus
         "stats": run.stats,
         "local": local,
         "threads": threading.active_count() - threads,
-        "unused": [p.grad for p in model.unused.parameters()],
         "var": model.norm.running_var.clone(),
     }
 
@@ -102,12 +103,66 @@ def test_no_stop_protocol_is_needed_from_the_user_and_nobody_hangs_on_exit():
     assert [result["threads"] for result in ranks(4, train, spec="adpsgd", steps=[1, 2, 3, 4])] == [0] * 4
 
 
-def test_gradients_are_not_misaligned_when_a_parameter_is_unused():
-    results = ranks(4, train, spec="adpsgd")
-    assert all(result["unused"] == [None, None] for result in results)
+class Parts(nn.Module):
+    """Of three vectors each rank uses those it is told to; the loss is linear, so gradients are the same at any point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everybody, self.somebody, self.nobody = (nn.Parameter(torch.full((n,), float(n))) for n in (3, 5, 4))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        loss = (1 + rank) * self.everybody.sum()
+        return loss + 10.0 * self.somebody.sum() if rank == 2 else loss
 
 
-def test_batch_norm_is_exchanged_and_its_variance_stays_positive():
+def partly(rank: int, spec: str):
+    model = Parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with loosestep.attach(model, optimizer, spec, topology=Topology(GRID), deadline=20) as run:
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+            time.sleep(0.002)
+        folds = run.stats["folds"]
+    return [p.detach() for p in model.parameters()], model.nobody.grad, folds
+
+
+@pytest.mark.parametrize("spec", ["adpsgd", "adpsgd:replica=node"])
+def test_gradients_are_not_misaligned_when_a_parameter_is_unused(spec):
+    """20 steps of 0.01 along the mean gradient of the ranks, in which who does not use a parameter counts as zero."""
+    results = ranks(4, partly, spec=spec)
+    for (everybody, somebody, nobody), unused, folds in results:
+        torch.testing.assert_close(everybody, torch.full((3,), 3.0 - 0.2 * 2.5))
+        torch.testing.assert_close(somebody, torch.full((5,), 5.0 - 0.2 * 2.5))
+        assert torch.equal(nobody, torch.full((4,), 4.0))
+        assert unused is None
+        assert folds > 0
+
+
+def normalised(rank: int, steps: int):
+    """One batch of a size that differs between ranks goes through BatchNorm; after that statistics change by gossip alone."""
+    norm = nn.BatchNorm1d(3)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    with loosestep.attach(norm, optimizer, "adpsgd:topology=random-ring", topology=Topology(GRID), deadline=20):
+        norm((rank + 1) * torch.randn(64, 3))
+        own = norm.running_var.clone()
+        dist.barrier()
+        for _ in range(steps):
+            optimizer.step()
+            time.sleep(0.002)
+        return own, norm.running_var.clone()  # before the end of the run, which makes everything equal
+
+
+def test_batch_norm_is_exchanged_while_training_goes_on():
+    results = ranks(4, normalised, steps=150)
+    mean = torch.stack([own for own, _ in results]).mean(0)
+    for own, var in results:
+        assert (own / mean - 1).abs().max() > 0.1
+        torch.testing.assert_close(var, mean, rtol=0.01, atol=0)
+
+
+def test_the_variance_of_batch_norm_stays_positive():
     results = ranks(4, train, spec="adpsgd")
     for result in results:
         assert torch.equal(result["var"], results[0]["var"])
@@ -219,6 +274,59 @@ def test_momentum_is_averaged_on_request_and_stays_local_otherwise():
     shared = ranks(2, momenta, spec="adpsgd:average_momentum=true")
     assert local == pytest.approx([0.0, 1.0])
     assert shared == pytest.approx([0.5, 0.5], abs=0.05)
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+KEY = "a run key of at least 16 bytes"
+
+
+def mechanism(address) -> str:
+    """What the socket at an address wants its connections to speak: ZMTP says it in the 64 bytes of its greeting."""
+    with socket.create_connection(tuple(address), timeout=5) as stranger:
+        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03")  # as much of ours as it takes to see all of theirs
+        greeting = b""
+        while len(greeting) < 64:
+            greeting += stranger.recv(64) or pytest.fail(f"hung up after {greeting!r}")
+    return greeting[12:32].rstrip(b"\0").decode()
+
+
+def keyed(rank: int, *, key: str | None, encrypt: bool):
+    model = nn.ParameterList([nn.Parameter(torch.zeros(500, dtype=torch.float64))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    key = key and key.format(rank=rank)
+    with loosestep.attach(
+        model, optimizer, "adpsgd:topology=pairs", topology=Topology([[0], [1]]), deadline=20, key=key, encrypt=encrypt
+    ) as run:
+        courier = run._engine._mailbox._courier
+        seen = mechanism(courier.transport.address)
+        for step in range(60):
+            optimizer.zero_grad()
+            (model[0] * (rank + 1.0 if step == 0 else 0.0)).sum().backward()
+            optimizer.step()
+            time.sleep(0.002)
+        exchanges, signed = run.stats["exchanges"], courier.wire._outgoing[1 - rank] is not None
+    return seen, signed, exchanges, model[0].unique().tolist()
+
+
+@pytest.mark.parametrize(
+    ("key", "encrypt", "spoken"), [(None, False, "NULL"), (KEY, False, "NULL"), (KEY, True, "CURVE")]
+)
+def test_a_run_key_signs_every_frame_and_encrypts_on_request(key, encrypt, spoken):
+    for seen, signed, exchanges, values in ranks(2, keyed, key=key, encrypt=encrypt):
+        assert seen == spoken
+        assert signed == (key is not None)
+        assert exchanges > 0
+        assert values == [-1.5]
+
+
+def test_keys_that_differ_or_are_missing_are_refused_on_every_rank():
+    for error in errors(2, keyed, key="the key of rank {rank}, and only its", encrypt=False):
+        assert "has a wrong run key: set LOOSESTEP_KEY (or key=) to the same secret on every rank" in error
+    for error in errors(2, keyed, key=None, encrypt=True):
+        assert "encrypt=True needs a run key" in error
+    for error in errors(2, keyed, key="short", encrypt=False):
+        assert "at least 16 bytes" in error
 
 
 # Delay by one ---------------------------------------------------------------------------------------------------------

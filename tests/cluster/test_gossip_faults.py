@@ -1,15 +1,17 @@
 """The fault matrix for ADPSGD: real processes, real signals, real namespaces; row numbers in the names."""
 
 import json
-import logging
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
+import ledger
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from loosestep import launch
@@ -17,16 +19,16 @@ from loosestep.comm.wire import HEADER_BYTES, Header, Kind, Wire
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 SCRIPT = str(Path(__file__).parent / "gossiper.py")
-log = logging.getLogger(__name__)
 
 
-def start(*arguments: str, world: int = 8, env: dict[str, str] | None = None) -> launch.Job:
-    return launch.start([sys.executable, "-W", "error", SCRIPT, *arguments], nodes=world, ranks_per_node=1, env=env)
+def start(*arguments: object, nodes: int = 8, ranks: int = 1, env: dict[str, str] | None = None) -> launch.Job:
+    command = [sys.executable, "-W", "error", SCRIPT, *map(str, arguments)]
+    return launch.start(command, nodes=nodes, ranks_per_node=ranks, env=env)
 
 
-def ready(job: launch.Job) -> None:
-    for rank in job.ranks:
-        rank.expect("ready", timeout=90)
+def ready(ranks: list[launch.Rank]) -> None:
+    for rank in ranks:
+        rank.expect('"ready"', timeout=90)
 
 
 def said(rank: launch.Rank, key: str):
@@ -59,46 +61,92 @@ def end(job: launch.Job, *gone: int, timeout: float = 60) -> list[dict]:
     return reports
 
 
+def events(report: dict, kind: str) -> list[dict]:
+    return [event for event in report["events"] if event["event"] == kind]
+
+
+def peers(report: dict, kind: str) -> list[int]:
+    return sorted(event["peer"] for event in events(report, kind))
+
+
 def gaps(job: launch.Job, *gone: int) -> float:
     return max(said(rank, "stopping")["gap"] for rank in survivors(job, *gone))
 
 
+def sum_of_starts(ranks: int, size: int) -> np.ndarray:
+    """What --still learners start from."""
+    draws = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
+    return sum(torch.randn(size, generator=draw, dtype=torch.float64) for draw in draws).numpy()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
 @pytest.mark.timeout(240)
-def test_row_1_and_5_a_killed_rank_even_rank_0_costs_its_own_edges_only(record_property):
-    with start("adpsgd:topology=random-ring") as job:
-        ready(job)
-        job.ranks[0].kill(signal.SIGKILL)  # the one that others would call the master
-        time.sleep(2.0)
+def test_rows_1_and_5_rank_0_dies_and_the_store_with_it_which_costs_its_own_edges_only(record_property):
+    """The ranks meet in a store that rank 0 serves, as they do without a launcher."""
+    port = free_port()
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    with start("adpsgd:topology=random-ring", env=env) as job:
+        ready(job.ranks)
+        socket.create_connection(("127.0.0.1", port)).close()  # it is there
+        before, killed = [said(rank, "at") for rank in job.ranks], time.monotonic()
+        job.ranks[0].kill(signal.SIGKILL)
+        for rank in survivors(job, 0):
+            rank.expect("peer_dead", timeout=10)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        time.sleep(1.0)  # they go on
         reports = end(job, 0)
-        worst = gaps(job, 0)
+        dropped, worst = [events(report, "peer_dead")[0]["when"] - killed for report in reports], gaps(job, 0)
         record_property("worst gap of a survivor, seconds", worst)
-        print(f"worst gap between two steps of a survivor after kill -9: {worst * 1000:.0f} ms")
+        print(
+            f"edges dropped {max(dropped) * 1000:.0f} ms after kill -9; worst gap of a survivor {worst * 1000:.0f} ms"
+        )
+        assert max(dropped) < 0.5
         assert worst < 1.0
         for report, rank in zip(reports, survivors(job, 0), strict=True):
-            assert [e["peer"] for e in report["events"] if e["kind"] == "peer_dead"] == [0]  # said once
+            assert peers(report, "peer_dead") == [0]  # said once
             assert sum("rank 0 is gone" in line for line in rank.output) == 1
+            after = said(rank, "at")
+            assert after["step"] - before[rank.number]["step"] > 20
+            assert after["exchanges"] - before[rank.number]["exchanges"] > 20
 
 
 @pytest.mark.timeout(240)
-def test_row_2_a_kill_in_the_middle_of_a_large_transfer_is_logged_against_the_dead_and_tears_nothing():
-    size = 1_500_000  # 12 MB in float64
-    with start(
-        "adpsgd:topology=pairs,cpu_share=1.0", "--still", "--size", str(size), "--compute", "0.05", world=4
-    ) as job:
-        ready(job)
-        job.ranks[2].kill(signal.SIGKILL)
-        time.sleep(1.0)
-        reports = end(job, 2, timeout=120)
-        for report in reports:
-            (dead,) = [event for event in report["events"] if event["kind"] == "peer_dead"]
-            assert dead["bound"] >= 0  # what may be missing, and what was moved unconfirmed: logged once, against it
-            assert abs(dead["moved"]) < size
+def test_row_2_a_kill_in_the_middle_of_a_transfer_of_100_mb_tears_nothing_and_is_logged_pair_by_pair(tmp_path):
+    """Before its 150th value of 1 MB leaves. Every number is accounted for: with three ranks, for eight of these would
+    need a larger machine."""
+    size, chunk_size, victim = 12_500_000, 1 << 17, 2  # float64
+    spec = "adpsgd:topology=pairs,cpu_share=1.0"
+    options = ("--size", size, "--compute", 0.02, "--folder", tmp_path, "--die", f"{victim}:150")
+    with start(spec, "--still", *options, nodes=3) as job:
+        assert job.ranks[victim].wait(60) == -signal.SIGKILL
+        for rank in survivors(job, victim):
+            rank.expect("peer_dead", timeout=10)
+        reports = end(job, victim, timeout=120)
+    drift = 2 * np.load(tmp_path / "end.npy") + ledger.last_snapshot(tmp_path, victim) - sum_of_starts(3, size)
+    doubtful, halves = 0, set()
+    for rank, report in enumerate(reports):
+        (dead,) = events(report, "peer_dead")
+        logged = {(chunk, q) for chunk, q in dead["unanswered"] + dead["unconfirmed"]}
+        for (chunk, q), moved in ledger.one_sided(tmp_path, victim, rank).items():
+            assert (chunk, q) in logged
+            drift[chunk * chunk_size : (chunk + 1) * chunk_size] -= moved
+            halves.add((rank, chunk, q))
+        assert len(logged) < 30  # of the 100 chunks most are beyond doubt
+        doubtful += len(logged)
+    print("pairs that one side alone has applied:", sorted(halves), "; the rest of the drift", np.abs(drift).max())
+    assert doubtful > 0  # a transfer was in flight
+    assert np.abs(drift).max() < 1e-12
 
 
 @pytest.mark.timeout(300)
 def test_row_4_half_of_the_ranks_may_die_and_the_rest_keep_their_pace():
     with start("adpsgd", "--compute", "0.05") as job:
-        ready(job)
+        ready(job.ranks)
         time.sleep(2.0)
         before = time.monotonic()
         for victim in (2, 3):
@@ -116,25 +164,60 @@ def test_row_4_half_of_the_ranks_may_die_and_the_rest_keep_their_pace():
 
 
 @pytest.mark.timeout(240)
-def test_row_8_a_rank_stopped_for_two_seconds_is_not_evicted_and_delays_nobody():
-    with start("adpsgd", "--compute", "0.05", world=4) as job:
-        ready(job)
+def test_row_8_a_rank_stopped_for_two_seconds_is_suspended_by_all_comes_back_and_delays_nobody():
+    with start("adpsgd", "--compute", "0.05") as job:
+        ready(job.ranks)
         time.sleep(2.0)
         before = time.monotonic()
         job.ranks[1].kill(signal.SIGSTOP)
         time.sleep(2.0)
         job.ranks[1].kill(signal.SIGCONT)
         after = time.monotonic()
-        time.sleep(1.5)
-        end(job)
         for rank in survivors(job, 1):
-            assert said(rank, "stopping")["lost"] == []
-            assert pace(rank, before, after) >= 0.9 * pace(rank, before - 2.0, before)
+            rank.expect("peer_resumed", timeout=10)
+        reports = end(job)
+        for rank, report in zip(job.ranks, reports, strict=True):
+            assert said(rank, "stopping")["lost"] == peers(report, "peer_dead") == []
+            if rank.number == 1:  # it knows that it was itself who stood still
+                assert not any("silent" in event["why"] for event in events(report, "peer_suspended"))
+            else:
+                assert peers(report, "peer_suspended") == peers(report, "peer_resumed") == [1]
+                assert pace(rank, before, after) >= 0.9 * pace(rank, before - 2.0, before)
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_dies_takes_its_node_with_it_and_the_other_nodes_go_on():
+    """`replica="node"`: ranks 2 and 3 are one learner, which cannot go on with half of its model."""
+    with start("adpsgd:replica=node", "--deadline", "5", nodes=3, ranks=2) as job:
+        ready(job.ranks)
+        job.ranks[3].kill(signal.SIGKILL)
+        assert job.ranks[2].wait(20) == 1
+        assert "rank 3 is lost" in "".join(job.ranks[2].output)
+        time.sleep(0.5)
+        reports = end(job, 2, 3)
+        assert gaps(job, 2, 3) < 1.0
+        for rank, report in zip(survivors(job, 2, 3), reports, strict=True):
+            lane = {0: 2, 1: 3}[rank.number % 2]
+            assert peers(report, "peer_dead") + peers(report, "peer_left") == [lane]
+            assert report["stats"]["learners"] == 2
+
+
+@pytest.mark.timeout(240)
+def test_one_slow_communicator_stalls_nobody():
+    """Rank 1 looks at its messages five times in two seconds; nobody waits for it, and the others go on averaging."""
+    options = ("--compute", "0.02", "--seconds", "2", "--hesitate", "1:0.4")
+    with start("adpsgd:topology=random-ring", *options, nodes=4) as job:
+        job.wait(timeout=90)
+        assert gaps(job) < 0.4
+        for rank in survivors(job, 1):
+            assert said(rank, "stopping")["exchanges"] > 25  # as many as a chain could make behind it: five
+            assert peers(said(rank, "done"), "peer_suspended") == []
+        assert len({said(rank, "done")["digest"] for rank in job.ranks}) == 1
 
 
 @pytest.mark.timeout(240)
 def test_a_learner_ten_times_slower_delays_nobody():
-    with start("adpsgd:topology=random-ring", "--compute", "0.02", "--slow", "3:10", "--seconds", "4", world=4) as job:
+    with start("adpsgd:topology=random-ring", "--compute", "0.02", "--slow", "3:10", "--seconds", "3", nodes=4) as job:
         job.wait(timeout=90)
         steps = [said(rank, "stopping")["steps"] for rank in job.ranks]
         assert min(steps[:3]) > 5 * steps[3]
@@ -144,51 +227,64 @@ def test_a_learner_ten_times_slower_delays_nobody():
 @pytest.mark.timeout(240)
 def test_passive_ranks_do_not_spin():
     """A learner that waits in its own compute uses no CPU to speak of, however much it is asked."""
-    with start("adpsgd", "--compute", "0.25", "--seconds", "4", world=4) as job:
+    with start("adpsgd", "--compute", "0.25", "--seconds", "4", nodes=4) as job:
         job.wait(timeout=90)
         for rank in job.ranks:
             assert said(rank, "done")["stats"]["communication_cpu_seconds"] < 0.4
 
 
-def frame_of_a_stranger(card: dict, *, key: str | None, dtype: int = 2, numbers: int = 1000, **identity) -> bytes:
-    """A frame that says it is rank 1's, full of numbers that would show."""
-    identity = {"run_id": card["run_id"], "layout": bytes.fromhex(card["layout"])} | identity
-    wire = Wire(1, [0, 1, 2], **identity, largest_body=1 << 21, key=key.encode() if key else None)
-    frame = bytearray(HEADER_BYTES) + np.full(numbers, 1e6).tobytes()
-    wire.seal(Header(kind=Kind.REQUEST, source=1, dest=0, tag=1, una=1, weight=0.5, dtype=dtype), frame)
-    return bytes(frame)
+KEY = "a run key of at least 16 bytes"
+
+
+def strangers(card: dict, key: str | None) -> dict[str, list[bytes]]:
+    """Frames from outside that say they are rank 1's, full of numbers that would show, by the reason to refuse them."""
+
+    def frame(key: str | None = key, **identity: object) -> bytes:
+        identity = {"run_id": card["run_id"], "layout": bytes.fromhex(card["layout"])} | identity
+        wire = Wire(1, [0, 1, 2], **identity, largest_body=1 << 21, key=key.encode() if key else None)
+        made = bytearray(HEADER_BYTES) + np.full(1000, 1e6).tobytes()
+        wire.seal(Header(kind=Kind.REQUEST, source=1, dest=0, tag=1, una=1, weight=0.5, dtype=2), made)
+        return bytes(made)
+
+    another = frame("another key of 32 bytes or more!!")
+    by_reason = {
+        "magic": [b"x" * 500],
+        "truncated": [b"hello"],
+        "run": [frame(run_id="another")],
+        "layout": [frame(layout=b"another")],
+    }
+    if key is None:
+        return by_reason | {"checksum": [another]}
+    return by_reason | {"key": [another, frame(None), frame(session="an earlier life")]}
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("key", ["a run key of at least 16 bytes", None])
-def test_rows_20_and_22_strangers_are_refused_by_a_run_that_goes_on(key):
-    env = {"LOOSESTEP_KEY": key} if key else None
-    with start("adpsgd:topology=pairs", "--size", "1000", world=3, env=env) as job:
-        ready(job)
+@pytest.mark.parametrize("key", [KEY, None], ids=["key", "no key"])
+def test_rows_20_and_22_what_does_not_belong_is_refused_with_a_reason_by_a_run_that_goes_on(key, tmp_path):
+    """The mean of learners without gradients shows the smallest number that was applied and should not have been."""
+    options = ("--still", "--size", "1000", "--folder", tmp_path)
+    with start("adpsgd:topology=pairs", *options, nodes=3, env={"LOOSESTEP_KEY": key or ""}) as job:
+        ready(job.ranks)
+        job.ranks[1].kill(signal.SIGUSR2)  # a rank of this run, in its session: a wrong size and a wrong dtype
+        replay = bytes.fromhex(json.loads(job.ranks[1].expect('"request"'))["request"])
         card = said(job.ranks[0], "ready")
-        bad = {
-            "no header": b"x" * 500,
-            "truncated": b"hello",
-            "another run": frame_of_a_stranger(card, key=key, run_id="another"),
-            "another model": frame_of_a_stranger(card, key=key, layout=b"another"),
-            "wrong size": frame_of_a_stranger(card, key=key, numbers=17),
-            "wrong dtype": frame_of_a_stranger(card, key=key, dtype=1, numbers=500),
-            "wrong key": frame_of_a_stranger(card, key="another key of 32 bytes or more!!"),
-        }
-        if key:
-            bad["no key"] = frame_of_a_stranger(card, key=None)
+        bad = strangers(card, key)
+        expected = {reason: len(frames) for reason, frames in bad.items()} | {"size": 1, "dtype": 1}
         context = zmq.Context()
         push = context.socket(zmq.PUSH)
         push.connect("tcp://{}:{}".format(*card["address"]))
-        for frame in bad.values():
+        for frame in (replay, *(frame for frames in bad.values() for frame in frames)):
             push.send(frame)
         push.close(linger=5000)
         context.term()
-        time.sleep(1.0)
+        if key:  # without one the edge's sequence numbers alone make a repeated frame do nothing
+            expected["replay"] = 1
+        for reason in expected:
+            job.ranks[0].expect(f'"reason": "{reason}"', timeout=10)
         reports = end(job)
-        assert sum(reports[0]["stats"]["rejected"].values()) == len(bad)
-        assert 0.0 <= reports[0]["sum"] / 1000 <= 2.0  # every learner pulls towards its rank
+        assert reports[0]["stats"]["rejected"] == expected
         assert all(said(rank, "stopping")["lost"] == [] for rank in job.ranks)
+    np.testing.assert_allclose(np.load(tmp_path / "end.npy"), sum_of_starts(3, 1000) / 3, rtol=0, atol=1e-12)
 
 
 needs_lab = pytest.mark.skipif(
@@ -202,33 +298,39 @@ def test_row_13_a_link_that_drops_everything_for_three_seconds_resumes_without_e
     pytest.importorskip("pyroute2")
     from loosestep.lab import Lab
 
-    with Lab(nodes=4, ranks_per_node=1, bandwidth="1gbit") as lab:
-        job = lab.start([sys.executable, SCRIPT, "adpsgd", "--compute", "0.02"])
-        ready(job)
+    with Lab(nodes=4, ranks_per_node=2, bandwidth="1gbit") as lab:
+        job = lab.start([SCRIPT, "adpsgd", "--compute", "0.05"])
+        ready(job.ranks)
         lab.drop(0, 1)
         lab.drop(1, 0)
         time.sleep(3.0)
         lab.heal()
-        time.sleep(1.0)
-        end(job)
-        assert all(said(rank, "stopping")["lost"] == [] for rank in job.ranks)
+        across = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
+        for rank, others in across.items():  # TCP itself waits longer and longer before it tries again
+            for other in others:
+                job.ranks[rank].expect(f'"event": "peer_resumed", "peer": {other},', timeout=15)
+        reports = end(job)
+        for rank, report in enumerate(reports):
+            assert peers(report, "peer_suspended") == peers(report, "peer_resumed") == across.get(rank, [])
+            assert peers(report, "peer_dead") == []
         assert gaps(job) < 1.0
 
 
 @needs_lab
 @pytest.mark.timeout(240)
-def test_row_19_flipped_bytes_are_refused_and_the_model_stays_right():
+def test_row_19_flipped_bytes_are_refused_and_not_one_wrong_number_is_applied(tmp_path):
     pytest.importorskip("pyroute2")
     from loosestep.lab import Lab
 
-    with Lab(nodes=4, ranks_per_node=1, bandwidth="500mbit", wire=True) as lab:
-        job = lab.start([sys.executable, SCRIPT, "adpsgd", "--compute", "0.02", "--size", "100000"])
-        ready(job)
+    size = 100_000
+    with Lab(nodes=4, ranks_per_node=2, bandwidth="500mbit", wire=True) as lab:
+        command = [SCRIPT, "adpsgd", "--still", "--compute", "0.05", "--size", size, "--folder", tmp_path]
+        job = lab.start([*map(str, command)])
+        ready(job.ranks)
         lab.flip_bytes("0.5%")
         time.sleep(2.0)
         lab.flip_bytes("0%")
-        time.sleep(0.5)
         reports = end(job)
-        assert sum(sum(report["stats"]["rejected"].values()) for report in reports) > 0
-        mean = reports[0]["sum"] / 100000
-        assert 0.0 <= mean <= 3.0  # every learner pulls towards its rank: no flipped bit made it into a model
+        assert sum(report["stats"]["rejected"].get("key", 0) for report in reports) > 0
+        assert all(said(rank, "stopping")["lost"] == [] for rank in job.ranks)
+    np.testing.assert_allclose(np.load(tmp_path / "end.npy"), sum_of_starts(8, size) / 8, rtol=0, atol=1e-12)

@@ -254,7 +254,7 @@ def test_a_death_is_told_once_within_half_a_second_with_the_delta_in_doubt():
         (event,) = c.said(0, "peer_dead")
         assert (event["peer"], event["unanswered"], event["unconfirmed"]) == (2, [(0, 3)], [])
         drift = (c.flat(0) + c.flat(1) + c.flat(2) - c.start.numpy()).sum()
-        assert abs(drift) <= event["bound"] * 1000**0.5 + 1e-9
+        assert abs(drift) <= event["estimate"] * 1000**0.5 + 1e-9
         assert c.exchange(0, 2) == "skipped"
         assert c.exchange(0, 1) == "exchanged"
 

@@ -423,7 +423,7 @@ class Courier:
             unanswered=doubt.unanswered,
             unconfirmed=doubt.unconfirmed,
             moved=doubt.moved,
-            bound=doubt.bound,
+            estimate=doubt.estimate,
         )
         for fetch in [fetch for fetch in self.fetches if peer in fetch.ranks]:
             if fetch.topic is Topic.ROUND:

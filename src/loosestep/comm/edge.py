@@ -80,13 +80,14 @@ class Pair:
 
 @dataclass(slots=True)
 class Doubt:
-    """What is unknown about a dead peer. Unconfirmed: applied here, perhaps not there, by `moved` in all. Unanswered:
-    begun here, perhaps applied there, by about `bound` (norm) judging from earlier differences."""
+    """What is unknown about a dead peer. Unconfirmed: applied here, perhaps not there; `moved` is the sum of these deltas.
+    Unanswered: begun here, perhaps applied there. How far is not known here, for the values they met died with the peer:
+    `estimate` of the norm, judging from earlier differences."""
 
     unanswered: list[tuple[int, int]] = field(default_factory=list)
     unconfirmed: list[tuple[int, int]] = field(default_factory=list)
     moved: float = 0.0
-    bound: float = 0.0
+    estimate: float = 0.0
 
 
 @dataclass(slots=True)
@@ -210,7 +211,7 @@ class Edge:
         for chunk, state in self._chunks.items():
             for q, pair in state.pend.items():
                 doubt.unanswered.append((chunk, q))
-                doubt.bound += pair.weight * (self.square * pair.buffer.value.size) ** 0.5
+                doubt.estimate += pair.weight * (self.square * pair.buffer.value.size) ** 0.5
             for q, pair in state.cache.items():
                 doubt.unconfirmed.append((chunk, q))
                 doubt.moved += pair.moved

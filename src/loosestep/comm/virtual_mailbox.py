@@ -292,7 +292,7 @@ class VirtualMailbox(Mailbox):
                 gate.open()
         self._emit(
             "peer_dead", peer=peer, why=why, unanswered=doubt.unanswered,
-            unconfirmed=doubt.unconfirmed, moved=doubt.moved, bound=doubt.bound,
+            unconfirmed=doubt.unconfirmed, moved=doubt.moved, estimate=doubt.estimate,
         )  # fmt: skip
 
     def ask_round(self, peer: int, number: int) -> None:

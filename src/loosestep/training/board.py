@@ -2,12 +2,17 @@
 
 Collective strategies: at the end of round k every rank posts its mean loss of round k and reads everybody's of round
 k - 1. Those are there already, since no rank is a round ahead, and all ranks read the same: nobody waits, and the
-schedules stay equal bit for bit. Gossip: rank 0 reads what there is, decides, and posts the state of its schedule.
+schedules stay equal bit for bit.
+
+Gossip: whoever first ends a round observes the mean of what has been posted lately, and posts the state of its schedule,
+which the others take over when they get there. So no rank is needed, and when the store is gone each goes on by its own
+loss.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +23,7 @@ from loosestep.recipes import Schedule
 from loosestep.training.config import TrainingError
 
 Recorded = Callable[[Callable[[], Any]], Any]
+log = logging.getLogger("loosestep")
 
 
 class Board:
@@ -32,13 +38,15 @@ class Board:
         self._recorded = recorded
         self.round = 0
         self.posted: float | None = None
+        self._alone = False
 
-    def end_round(self, loss: float, schedule: Schedule) -> None:
-        """Post this rank's loss of the round that ends, and let the schedule see the mean of all."""
+    def end_round(self, loss: float, schedule: Schedule, *, number: int) -> None:
+        """Post this rank's loss of the round that ends, and let the schedule see the mean of all. `number` counts rounds
+        of all learners: under gossip a slow one may miss some."""
         if not schedule.state_dict():  # a function of the gradients alone
             return
         if self._gossip:
-            self._follow(loss, schedule)
+            self._follow(loss, schedule, number)
             return
         before = None if self.posted is None else self._read(self.round)
         self.round += 1
@@ -70,20 +78,39 @@ class Board:
             ) from None
         return sum(float(value) for value in self._store.multi_get(keys)) / self._world
 
-    def _follow(self, loss: float, schedule: Schedule) -> None:
-        self._store.set(f"latest/{self._rank}", repr(loss))
-        if self._rank == 0:
-            values = self._recorded(self._latest)
-            schedule.observe(sum(values) / len(values))
-            self._store.set("schedule", json.dumps(schedule.state_dict()))
+    def _follow(self, loss: float, schedule: Schedule, number: int) -> None:
+        state = self._recorded(lambda: self._decided(loss, schedule, number))
+        if state is None:
+            schedule.observe(loss)
         else:
-            state = self._recorded(self._posted_schedule)
-            if state is not None:
+            schedule.load_state_dict(state)
+
+    def _decided(self, loss: float, schedule: Schedule, number: int) -> dict[str, Any] | None:
+        """The schedule's state after this round, by whoever ended it first; None when there is no store any more."""
+        if self._alone:
+            return None
+        before = schedule.state_dict()
+        try:
+            self._store.set(f"latest/{self._rank}", json.dumps([number, loss]))
+            decided = -1
+            if self._store.check(["schedule"]):
+                decided, state = json.loads(self._store.get("schedule"))
                 schedule.load_state_dict(state)
+            if decided < number:
+                losses = self._latest(number)
+                schedule.observe(sum(losses) / len(losses))
+                self._store.set("schedule", json.dumps([number, schedule.state_dict()]))
+        except RuntimeError as error:  # of torch's stores, when nobody answers
+            self._alone = True
+            schedule.load_state_dict(before)
+            log.warning(
+                "the run's store is gone (%s); rank %s sets its learning rate by its own loss", error, self._rank
+            )
+            return None
+        return schedule.state_dict()
 
-    def _latest(self) -> list[float]:
+    def _latest(self, number: int) -> list[float]:
+        """What was posted in this round and the one before; what is older is of the dead, or of the very slow."""
         keys = [f"latest/{rank}" for rank in range(self._world)]
-        return [float(self._store.get(key)) for key in keys if self._store.check([key])]
-
-    def _posted_schedule(self) -> Any:
-        return json.loads(self._store.get("schedule")) if self._store.check(["schedule"]) else None
+        posted = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        return [loss for when, loss in posted if when >= number - 1]

@@ -138,8 +138,9 @@ class Trainer:
         def due(every: int) -> bool:
             return before // every != self.gradients // every
 
-        if due(self.task.order.batches_per_epoch):
-            self.board.end_round(self.round_losses.take(), self.schedule)
+        epoch = self.task.order.batches_per_epoch
+        if due(epoch):
+            self.board.end_round(self.round_losses.take(), self.schedule, number=self.gradients // epoch)
         if due(max(1, self.total // LINES)) or done:
             self._note_progress()
         if due(self.config.evaluate_every or max(1, self.total // 10)) and not done:
