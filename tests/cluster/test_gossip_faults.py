@@ -89,7 +89,8 @@ def test_rows_1_and_5_rank_0_dies_and_the_store_with_it_which_costs_its_own_edge
     """The ranks meet in a store that rank 0 serves, as they do without a launcher."""
     port = free_port()
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
-    with start("adpsgd:topology=random-ring,cpu_share=1.0", env=env) as job:
+    spec = ("adpsgd:topology=random-ring,cpu_share=1.0", "--size", 1000, "--compute", 0.02)
+    with start(*spec, env=env) as job:
         ready(job.ranks)
         socket.create_connection(("127.0.0.1", port)).close()  # it is there
         before, killed = [said(rank, "at") for rank in job.ranks], time.monotonic()
