@@ -1,6 +1,5 @@
 """ADPSGD and DelayByOne attached, on real processes."""
 
-import socket
 import threading
 import time
 
@@ -274,59 +273,6 @@ def test_momentum_is_averaged_on_request_and_stays_local_otherwise():
     shared = ranks(2, momenta, spec="adpsgd:average_momentum=true")
     assert local == pytest.approx([0.0, 1.0])
     assert shared == pytest.approx([0.5, 0.5], abs=0.05)
-
-
-# Keys -----------------------------------------------------------------------------------------------------------------
-
-KEY = "a run key of at least 16 bytes"
-
-
-def mechanism(address) -> str:
-    """What the socket at an address wants its connections to speak: ZMTP says it in the 64 bytes of its greeting."""
-    with socket.create_connection(tuple(address), timeout=5) as stranger:
-        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03")  # as much of ours as it takes to see all of theirs
-        greeting = b""
-        while len(greeting) < 64:
-            greeting += stranger.recv(64) or pytest.fail(f"hung up after {greeting!r}")
-    return greeting[12:32].rstrip(b"\0").decode()
-
-
-def keyed(rank: int, *, key: str | None, encrypt: bool):
-    model = nn.ParameterList([nn.Parameter(torch.zeros(500, dtype=torch.float64))])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    key = key and key.format(rank=rank)
-    with loosestep.attach(
-        model, optimizer, "adpsgd:topology=pairs", topology=Topology([[0], [1]]), deadline=20, key=key, encrypt=encrypt
-    ) as run:
-        courier = run._engine._mailbox._courier
-        seen = mechanism(courier.transport.address)
-        for step in range(60):
-            optimizer.zero_grad()
-            (model[0] * (rank + 1.0 if step == 0 else 0.0)).sum().backward()
-            optimizer.step()
-            time.sleep(0.002)
-        exchanges, signed = run.stats["exchanges"], courier.wire._outgoing[1 - rank] is not None
-    return seen, signed, exchanges, model[0].unique().tolist()
-
-
-@pytest.mark.parametrize(
-    ("key", "encrypt", "spoken"), [(None, False, "NULL"), (KEY, False, "NULL"), (KEY, True, "CURVE")]
-)
-def test_a_run_key_signs_every_frame_and_encrypts_on_request(key, encrypt, spoken):
-    for seen, signed, exchanges, values in ranks(2, keyed, key=key, encrypt=encrypt):
-        assert seen == spoken
-        assert signed == (key is not None)
-        assert exchanges > 0
-        assert values == [-1.5]
-
-
-def test_keys_that_differ_or_are_missing_are_refused_on_every_rank():
-    for error in errors(2, keyed, key="the key of rank {rank}, and only its", encrypt=False):
-        assert "has a wrong run key: set LOOSESTEP_KEY (or key=) to the same secret on every rank" in error
-    for error in errors(2, keyed, key=None, encrypt=True):
-        assert "encrypt=True needs a run key" in error
-    for error in errors(2, keyed, key="short", encrypt=False):
-        assert "at least 16 bytes" in error
 
 
 # Delay by one ---------------------------------------------------------------------------------------------------------

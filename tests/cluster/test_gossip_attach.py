@@ -79,6 +79,32 @@ def test_a_run_with_a_key_or_encrypted_ends_like_one_in_the_clear(options):
     assert all(not rejected for _, _, rejected in results)
 
 
+def mechanism(address) -> str:
+    """What the socket at an address wants its connections to speak: ZMTP says it in the 64 bytes of its greeting."""
+    with socket.create_connection(tuple(address), timeout=5) as stranger:
+        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03")  # as much of ours as it takes to see all of theirs
+        greeting = b""
+        while len(greeting) < 64:
+            greeting += stranger.recv(64) or pytest.fail(f"hung up after {greeting!r}")
+    return greeting[12:32].rstrip(b"\0").decode()
+
+
+def spoken(rank: int, **options):
+    with attach(topology=APART, **options) as run:
+        courier = run._engine._mailbox._courier
+        return mechanism(courier.transport.address), [key is not None for key in courier.wire._outgoing.values()]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, ("NULL", False)), ({"key": KEY}, ("NULL", True)), ({"key": KEY, "encrypt": True}, ("CURVE", True))],
+    ids=["clear", "key", "curve"],
+)
+def test_a_key_signs_the_frames_of_every_edge_and_encrypt_is_what_the_socket_demands(options, expected):
+    mechanism, signed = expected
+    assert ranks(3, spoken, **options) == [(mechanism, [signed, signed])] * 3
+
+
 def twice(rank: int):
     return [sealed(rank)[0] for _ in range(2)]
 

@@ -292,12 +292,12 @@ needs_lab = pytest.mark.skipif(
 
 @needs_lab
 @pytest.mark.timeout(240)
-def test_row_13_a_link_that_drops_everything_for_three_seconds_resumes_without_eviction():
+def test_row_13_a_link_that_drops_everything_for_three_seconds_resumes_without_eviction(tmp_path):
     pytest.importorskip("pyroute2")
     from loosestep.lab import Lab
 
     with Lab(nodes=4, ranks_per_node=2, bandwidth="1gbit") as lab:
-        job = lab.start([SCRIPT, "adpsgd", "--compute", "0.05"])
+        job = lab.start([SCRIPT, "adpsgd", "--still", "--compute", "0.05", "--folder", str(tmp_path)])
         ready(job.ranks)
         lab.drop(0, 1)
         lab.drop(1, 0)
@@ -314,6 +314,7 @@ def test_row_13_a_link_that_drops_everything_for_three_seconds_resumes_without_e
             assert sorted(set(peers(report, "peer_resumed"))) == across.get(rank, [])
             assert peers(report, "peer_dead") == []
         assert gaps(job) < 1.0
+    np.testing.assert_allclose(np.load(tmp_path / "end.npy"), sum_of_starts(8, 10_000) / 8, rtol=0, atol=1e-12)
 
 
 @needs_lab

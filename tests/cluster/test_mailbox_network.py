@@ -1,4 +1,4 @@
-"""Ranks on emulated machines: links that drop, go one way or damage bytes; nothing without a key."""
+"""Mailboxes on emulated machines: a link that goes one way; nothing without a key. More in test_gossip_faults.py."""
 
 import time
 
@@ -17,9 +17,9 @@ SIZE, KEY = 100_000, "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def network(request):
+def network():
     try:
-        made = Network(3, rate=None, pairs={}, wired=getattr(request, "param", False), mark=leftovers.new_mark())
+        made = Network(3, rate=None, pairs={}, wired=False, mark=leftovers.new_mark())
     except OSError as error:
         pytest.skip(f"no network namespaces here: {error}")
     yield made
@@ -39,27 +39,6 @@ def check_the_mean(run, reports):
     np.testing.assert_allclose(run.params(0), mean, atol=1e-12)
 
 
-def both_ways(change, a, b):
-    change(a, b)
-    change(b, a)
-
-
-def test_a_link_that_drops_everything_for_three_seconds_resumes(network, tmp_path):
-    with run_on(network, tmp_path) as run:
-        time.sleep(1.0)
-        both_ways(network.drop, 0, 1)
-        time.sleep(3.0)
-        both_ways(network.restore, 0, 1)
-        time.sleep(5.0)
-        run.stop()
-        reports = run.join()
-        check_the_mean(run, reports)
-    for rank, peer in ((0, 1), (1, 0)):
-        assert {event["peer"] for event in said(reports[rank], "peer_suspended")} == {peer}
-        assert {event["peer"] for event in said(reports[rank], "peer_resumed")} == {peer}
-    assert max(report["worst_gap"] for report in reports.values()) < 1.0
-
-
 def test_a_link_that_goes_one_way_is_given_up_by_both_ends(network, tmp_path):
     with run_on(network, tmp_path) as run:
         time.sleep(1.0)
@@ -74,24 +53,6 @@ def test_a_link_that_goes_one_way_is_given_up_by_both_ends(network, tmp_path):
     noticed = [said(reports[rank], "peer_suspended")[0]["at"] - cut for rank in (0, 1)]
     print("given up after", noticed)
     assert max(noticed) < 3.0
-
-
-@pytest.mark.parametrize("network", [True], indirect=True, ids=["wired"])
-def test_damaged_bytes_are_refused_and_the_mean_stays(network, tmp_path):
-    with run_on(network, tmp_path, timing={"beat": 0.1, "suspend": 1.0, "retry": 0.3}) as run:
-        network.wire.set(flip=0.02)
-        time.sleep(4.0)
-        network.wire.set(flip=0.0)
-        time.sleep(1.0)
-        run.stop()
-        reports = run.join()
-        check_the_mean(run, reports)
-    refused = {}
-    for report in reports.values():
-        for reason, count in report["counters"]["rejected"].items():
-            refused[reason] = refused.get(reason, 0) + count
-    print("refused", refused, "exchanges", sum(report["counters"]["exchanges"] for report in reports.values()))
-    assert refused.get("key", 0) > 0
 
 
 def test_without_a_key_nothing_starts_off_loopback(network, monkeypatch):

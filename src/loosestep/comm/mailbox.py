@@ -71,7 +71,6 @@ class Mailbox:
         emit: Callable[..., None] = lambda kind, **fields: None,
         timing: Timing | None = None,
         lose: Callable[[Header], bool] | None = None,
-        allocate: Callable[..., Array] = np.empty,
         tape: Recorder | None = None,
         fold_share: float = 0.05,
         gradients: int = 1,
@@ -93,7 +92,7 @@ class Mailbox:
         self.rank, self.world = rank, tuple(world)
         # A recording needs boundaries that are complete at once, on an accelerator too: that waits for it.
         relayed = None if tape is None else False
-        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, allocate=allocate, relayed=relayed)
+        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=relayed)
         if tape is not None:
             tape.number(chunk_bytes)
             self._shadow.tape = tape

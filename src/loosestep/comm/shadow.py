@@ -115,7 +115,6 @@ class Shadow:
         params: Sequence[torch.Tensor],
         *,
         chunk_bytes: int = 1 << 20,
-        allocate: Callable[..., Array] = np.empty,
         relayed: bool | None = None,
     ) -> None:
         if not params:
@@ -130,8 +129,8 @@ class Shadow:
         self.tape: Writer | None = None
         self._opened = 0
         self._boundary: _Boundary | None = None
-        self._base = allocate(self.size, dtype=self.dtype)
-        self._delta = allocate(self.size, dtype=self.dtype)
+        self._base = np.empty(self.size, dtype=self.dtype)
+        self._delta = np.empty(self.size, dtype=self.dtype)
         per_chunk = max(1, chunk_bytes // self.dtype.itemsize)
         self._chunks = _cut(self.sizes, per_chunk)
         self._difference = np.empty(min(per_chunk, self.size), dtype=self.dtype)
