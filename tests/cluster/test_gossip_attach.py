@@ -90,7 +90,7 @@ def mechanism(address) -> str:
 
 
 def spoken(rank: int, **options):
-    with attach(topology=APART, **options) as run:
+    with attach(**options) as run:
         courier = run._engine._mailbox._courier
         return mechanism(courier.transport.address), [key is not None for key in courier.wire._outgoing.values()]
 
