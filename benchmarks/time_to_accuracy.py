@@ -7,7 +7,8 @@ own: the one with which it ends best at the last bandwidth and the first seed, f
 a copy of its model now and then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on the test
 set. So nobody is stopped, and local models count as what they would be saved as. CIFAR-10 and AN4 are read from ../shared/data and
 left out where they are not there. Every run is kept in results/bench/; with `--earlier` those are not made again. One seed unless
-`--rounds` asks for more: with the search for learning rates a task takes 12 to 25 minutes, and as much as a third again for every further seed.
+`--rounds` asks for more: with the search for learning rates the tasks take about 15, 23 and 33 minutes, and half as much again for every
+further seed.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import loosestep
 from loosestep.lab import Kill, Lab, LabError, Stop
 from loosestep.lab.grammar import Partition
 from loosestep.launch import Job
@@ -187,11 +188,12 @@ end = time.monotonic() + 1.5
 while time.monotonic() < end: pass
 print("cpu", time.process_time() - begin)
 """
-    with Lab(1, 1, slow={0: 5}) as lab:
+    with Lab(1, 2, slow={0: 5}) as lab:
         job = lab.start([sys.executable, "-c", code])
-        assert job.wait(timeout=30).returncodes == (0,)
-    assert job.ranks[0].output[0] == "ready 5"
-    assert 0.15 < float(job.ranks[0].output[1].split()[1]) / 1.5 < 0.35
+        assert job.wait(timeout=30).returncodes == (0, 0)
+    assert [rank.output[0] for rank in job.ranks] == ["ready 5", "ready None"]
+    slow, free = (float(rank.output[1].split()[1]) for rank in job.ranks)
+    assert 0.1 < slow / free < 0.4  # others may want the cores too
 
 
 def test_fifty_labs_leave_nothing() -> None:
@@ -281,3 +283,8 @@ def test_one_job_at_a_time() -> None:
         lab.start(PAUSE)
         with pytest.raises(LabError, match="running a job"):
             lab.start(PAUSE)
+
+
+def test_the_lab_is_there_without_an_import_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(loosestep, "lab")  # as before anybody imported it
+    assert loosestep.lab.Lab is Lab
