@@ -18,7 +18,7 @@ from loosestep.comm.base import LostPeer, Vector
 from loosestep.comm.collective import Collective
 from loosestep.comm.courier import Pending
 from loosestep.comm.mailbox import Mailbox
-from loosestep.comm.pace import FOLDING, Pace
+from loosestep.comm.pace import FOLDING, RELAYING, Pace
 from loosestep.comm.replayed import ReplayedMailbox
 from loosestep.comm.world import World
 from loosestep.exchanges import align
@@ -50,6 +50,9 @@ class GossipEngine:
             cores = min(1.0, cores)  # the others compute
         self._pace = Pace(strategy.rate, share=strategy.cpu_share, cores=cores)
         self._fold_share = FOLDING * strategy.cpu_share * cores
+        if learner.replica.staging.remote and not isinstance(learner.tape, Recorder):
+            # As often as the relay can where there are statistics, which drift apart faster than parameters.
+            self._fold_share = 1.0 if learner.replica.floating else RELAYING
         self._mailbox: Mailbox | ReplayedMailbox | None = None
         self._graph = strategy.graph(len(self._lane()))
         self._members, self._gone, self._parts, self._ending = self._lane(), set[int](), 1, False

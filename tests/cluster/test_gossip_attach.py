@@ -33,18 +33,20 @@ def train(run, target, steps=10):
         time.sleep(0.005)
 
 
-def start_badly(rank: int, fault: str, spec: str = "adpsgd"):
-    """What rank 1 sees and how long everybody needs to see it."""
+def start_badly(rank: int, fault: str):
+    """Rank 1 cannot start; all are to see why, soon, and to leave nothing behind."""
     threads, begun, options = threading.active_count(), time.monotonic(), {}
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        if fault == "port" and rank == 1:
+        if "port" in fault and rank == 1:
             os.environ["LOOSESTEP_PORT"] = str(taken.getsockname()[1])
+        if fault == "port of a node":  # of which rank 2 needs no mailbox
+            options = {"topology": Topology([[0], [1, 2]])}
         if fault == "no key":
             options = {"encrypt": True, "key": None if rank == 1 else KEY}
         if fault == "wrong key":
             options = {"key": KEY[::-1] if rank == 1 else KEY}
         try:
-            attach(spec, **options)
+            attach("adpsgd:replica=node" if "node" in fault else "adpsgd", **options)
         except (OSError, RuntimeError, ValueError) as error:
             seconds = time.monotonic() - begun
             assert seconds < 10, f"{seconds:.1f} s"  # the deadline is 20
@@ -56,7 +58,12 @@ def start_badly(rank: int, fault: str, spec: str = "adpsgd"):
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("port", "LOOSESTEP_PORT"), ("no key", "encrypt=True needs a run key"), ("wrong key", "run key")],
+    [
+        ("port", "LOOSESTEP_PORT"),
+        ("port of a node", "LOOSESTEP_PORT"),
+        ("no key", "encrypt=True needs a run key"),
+        ("wrong key", "run key"),
+    ],
 )
 def test_a_rank_that_cannot_start_lets_all_fail_at_once_with_its_reason(fault, reason):
     seen = errors(3, start_badly, fault=fault)
@@ -103,6 +110,27 @@ def spoken(rank: int, **options):
 def test_a_key_signs_the_frames_of_every_edge_and_encrypt_is_what_the_socket_demands(options, expected):
     mechanism, signed = expected
     assert ranks(3, spoken, **options) == [(mechanism, [signed, signed])] * 3
+
+
+def hasty(rank: int):
+    """Steps that are too fast for their folds: in lockstep, and with a batch norm."""
+    with attach("adpsgd:lockstep=true,cpu_share=0.0000001") as run:
+        train(run, rank, steps=5)
+        weight = run.model.weight.detach().clone()
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = "adpsgd:cpu_share=0.0000001"
+    with loosestep.attach(model, optimizer, strategy, topology=APART, deadline=20) as run:
+        train(run, rank)
+        folds = run._engine._mailbox.counters["folds"]
+    return weight, folds
+
+
+def test_a_round_in_lockstep_is_never_skipped_and_a_batch_norm_does_not_make_folding_dearer():
+    results = ranks(3, hasty)
+    for weight, folds in results:
+        torch.testing.assert_close(weight, results[0][0])  # a ring of three averages all of them
+        assert folds == 1  # the first, whose cost is not known before
 
 
 def twice(rank: int):

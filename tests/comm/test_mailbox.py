@@ -90,6 +90,14 @@ def test_global_steps_count_everybody_and_keep_the_dead():
         assert c.boxes[0].global_steps == 60
 
 
+def test_a_step_may_stand_for_several_gradients():
+    with cluster(2, gradients=3) as c:
+        for rank in range(2):
+            for _ in range(5):
+                c.boxes[rank].boundary(c.params[rank])
+        wait_until(lambda: c.boxes[0].global_steps == c.boxes[1].global_steps == 30)
+
+
 def test_a_learner_that_makes_no_progress_is_named_once():
     with cluster(2, timing=Timing(**QUICK, stall=0.2)) as c:
         wait_until(lambda: c.said(0, "peer_no_progress"))

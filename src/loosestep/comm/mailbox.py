@@ -49,7 +49,6 @@ Array = NDArray[Any]
 CHUNK_BYTES = 1 << 20
 LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
 TELL = 1.0  # seconds between two events about traffic
-RELAY_SHARE = 0.25  # of a core: what folding may take on a thread of its own, for parameters on an accelerator
 
 
 class Mailbox:
@@ -162,8 +161,7 @@ class Mailbox:
             self._tell(now)
         if force or (within is not None and self._shadow.age >= within):
             return self._counted(self._shadow.settle, params, now)
-        share = self._fold_share if self._shadow.relay is None else RELAY_SHARE
-        if self._shadow.busy or now - self._folded_at < self._fold_cost / share:
+        if self._shadow.busy or now - self._folded_at < self._fold_cost / self._fold_share:
             return Fold(skipped=True)
         return self._counted(self._shadow.boundary, params, now)
 
