@@ -60,7 +60,7 @@ def test_the_mean_is_untouched_by_exchanges_with_steps_and_losses(options):
         for params in c.params:
             torch.testing.assert_close(params[0], expected, rtol=0, atol=1e-12)
             assert torch.equal(params[0], c.params[0][0])
-        assert sum(box.counters["lost"] for box in c.boxes) > 20
+        assert sum(box.counters["lost"] for box in c.boxes) > 10
         assert all(not c.said(rank, "peer_dead") for rank in range(4))
 
 
@@ -180,6 +180,14 @@ def test_lockstep_rounds_use_the_values_of_the_start_of_the_round():
         expected = np.linalg.matrix_power(weights, 5) @ start
         for rank in range(3):
             np.testing.assert_allclose(c.flat(rank), expected[rank])
+
+
+def test_a_round_in_lockstep_that_a_neighbour_never_reaches_says_what_it_needs():
+    with (
+        cluster(2) as c,
+        pytest.raises(TimeoutError, match=r"round 3 with ranks \[1\] \(all must make as many steps\)"),
+    ):
+        c.boxes[0].lockstep_round(3, {1: 0.5}, timeout=0.1)
 
 
 # ---- the end, and deaths

@@ -17,7 +17,8 @@ KEPT = 200_000
 
 
 class Event(NamedTuple):
-    """One event: `time` is monotonic seconds, `kind` one of step, start, landed, fold, wait, join, phase, distance."""
+    """One event: `time` is monotonic seconds, `kind` one of step, start, landed, fold, wait, join, phase, sent, distance, or
+    what has become of a peer (peer_dead, ...)."""
 
     time: float
     kind: str
