@@ -187,7 +187,7 @@ def test_row_8_a_rank_stopped_for_two_seconds_is_suspended_by_all_comes_back_and
 @pytest.mark.timeout(240)
 def test_a_rank_that_dies_takes_its_node_with_it_and_the_other_nodes_go_on():
     """`replica="node"`: ranks 2 and 3 are one learner, which cannot go on with half of its model."""
-    with start("adpsgd:replica=node", "--deadline", "5", nodes=3, ranks=2) as job:
+    with start("adpsgd:replica=node", "--deadline", "8", nodes=3, ranks=2) as job:
         ready(job.ranks)
         job.ranks[3].kill(signal.SIGKILL)
         assert job.ranks[2].wait(20) == 1
