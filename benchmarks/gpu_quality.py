@@ -28,7 +28,7 @@ from common import Spread, ratios, table, write_section
 from loosestep import launch
 from loosestep.training.config import Config
 from loosestep.training.folder import RunFolder
-from recipes import JUDGED, Result, read_options, read_results, where
+from quality import JUDGED, Result, read_options, read_results, where
 
 GPU = Path(__file__).with_name("GPU.md")
 FREE, SYNCHRONOUS = "no communication", "synchronous"

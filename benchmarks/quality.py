@@ -1,8 +1,8 @@
 """Final quality by strategy at the same number of gradients, learners sharing one device, each at a learning rate of its own.
 
-    python benchmarks/recipes.py --recipe acoustic --data AN4 --device cuda --jobs 4                               ACOUSTIC.md
-    python benchmarks/recipes.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 15 --virtual     VISION.md
-    python benchmarks/recipes.py --recipe vision --learners 8 --output benchmarks/DIGITS.md                        the digits
+    python benchmarks/quality.py --recipe acoustic --data AN4 --device cuda --jobs 4                               ACOUSTIC.md
+    python benchmarks/quality.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 15 --virtual     VISION.md
+    python benchmarks/quality.py --recipe vision --learners 8 --output benchmarks/DIGITS.md                        the digits
 
 Every run is what `loosestep train` does with the same settings; with `--virtual`, what `loosestep simulate` does: the
 mathematics of real learners in one process a run, so that many runs fit on one machine and nothing depends on how busy it
@@ -282,7 +282,7 @@ def page(chosen: argparse.Namespace, seeds: str, search: str, machines: Sequence
     data = "the data it brings along" if chosen.data is None else chosen.data.name
     return (
         f"# {chosen.recipe.capitalize()}: final quality by strategy\n\n"
-        f"Written by `benchmarks/recipes.py`: {data}, {chosen.learners} {'virtual ' * chosen.virtual}learners sharing one "
+        f"Written by `benchmarks/quality.py`: {data}, {chosen.learners} {'virtual ' * chosen.virtual}learners sharing one "
         f"{chosen.device} device, "
         f"{chosen.epochs:g} epochs, options {' '.join(chosen.set) or 'none'}; the same number of gradients for every strategy. "
         f"{chosen.note}\n\n{seeds}\n\n"
