@@ -203,8 +203,8 @@ def test_a_rank_that_dies_takes_its_node_with_it_and_the_other_nodes_go_on():
 @pytest.mark.timeout(240)
 def test_one_slow_communicator_stalls_nobody():
     """Rank 1 looks at its messages five times in two seconds; nobody waits for it, and the others go on averaging."""
-    options = ("--compute", "0.02", "--seconds", "2", "--hesitate", "1:0.4")
-    with start("adpsgd:topology=random-ring", *options, nodes=4) as job:
+    options = ("--size", "1000", "--compute", "0.02", "--seconds", "2", "--hesitate", "1:0.4")
+    with start("adpsgd:topology=random-ring,cpu_share=1.0", *options, nodes=4) as job:
         job.wait(timeout=90)
         assert gaps(job) < 0.4
         for rank in survivors(job, 1):
