@@ -141,8 +141,8 @@ class Worker:
         for k in range(self.options["exchanges"]):
             self.mailbox.exchange((self.rank + 1 + k % (self.world - 1)) % self.world).wait(30)
             self.mailbox.boundary(self.params, force=True)
+        self.report["training"] = peak() - before
         if self.rank == 0:
-            self.report["training"] = peak() - before
             self.mailbox.consensus()
         self.end()
         self.report["in all"] = peak() - before
