@@ -36,35 +36,16 @@ $(PEERS)/.ready: $(READY) benchmarks/peers/requirements.txt
 	  $(PEERS)/bin/python $(PIP) $$line || echo "cannot install $$line: the tables will say so"; done
 	touch $@
 
+BESIDE = throughput time_to_accuracy stragglers kill footprint scaling
+ALONE = daso_throughput gossip_throughput exchange_cost gossip_cpu attach_overhead accuracy gossip_accuracy compiled \
+        prediction published_shapes simulated_learners simulated_accuracy replay
+
 bench: $(PEERS)/.ready
-	$(PEERS)/bin/python benchmarks/throughput.py
-	$(PEERS)/bin/python benchmarks/time_to_accuracy.py
-	$(PEERS)/bin/python benchmarks/stragglers.py
-	$(PEERS)/bin/python benchmarks/kill.py
-	$(PEERS)/bin/python benchmarks/footprint.py
-	$(PEERS)/bin/python benchmarks/scaling.py
-	$(PEERS)/bin/python benchmarks/claims.py
-	$(BIN)/python benchmarks/daso_throughput.py
-	$(BIN)/python benchmarks/gossip_throughput.py
-	$(BIN)/python benchmarks/exchange_cost.py
-	$(BIN)/python benchmarks/gossip_cpu.py
-	$(BIN)/python benchmarks/attach_overhead.py
-	$(BIN)/python benchmarks/accuracy.py
-	$(BIN)/python benchmarks/gossip_accuracy.py
-	$(BIN)/python benchmarks/compiled.py
-	$(BIN)/python benchmarks/prediction.py
-	$(BIN)/python benchmarks/published_shapes.py
-	$(BIN)/python benchmarks/simulated_learners.py
-	$(BIN)/python benchmarks/simulated_accuracy.py
-	$(BIN)/python benchmarks/replay.py
+	set -e; for name in $(BESIDE) claims; do $(PEERS)/bin/python benchmarks/$$name.py; done
+	set -e; for name in $(ALONE); do $(BIN)/python benchmarks/$$name.py; done
 
 bench-quick: $(PEERS)/.ready
-	$(PEERS)/bin/python benchmarks/throughput.py --quick
-	$(PEERS)/bin/python benchmarks/time_to_accuracy.py --quick
-	$(PEERS)/bin/python benchmarks/stragglers.py --quick
-	$(PEERS)/bin/python benchmarks/kill.py --quick
-	$(PEERS)/bin/python benchmarks/footprint.py --quick
-	$(PEERS)/bin/python benchmarks/scaling.py --quick
+	set -e; for name in $(BESIDE); do $(PEERS)/bin/python benchmarks/$$name.py --quick; done
 
 clean:
 	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -12,7 +12,6 @@ Every run is what `loosestep train` does with the same settings: one process a r
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -24,11 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import quality
 from common import Spread, ratios, table, write_section
-from loosestep import launch
 from loosestep.training.config import Config
 from loosestep.training.folder import RunFolder
-from quality import JUDGED, Result, read_options, read_results, where
+from quality import JUDGED, Result, read_options, read_results, tell
 
 GPU = Path(__file__).with_name("GPU.md")
 FREE, SYNCHRONOUS = "no communication", "synchronous"
@@ -120,7 +119,7 @@ def parse() -> argparse.Namespace:
 
 
 def train(trial: Trial, chosen: argparse.Namespace, folder: RunFolder) -> Result:
-    """One run; its quality, its speed and what it waited."""
+    """One run; its quality and its speed."""
     name, setting, seed = trial
     config = Config(
         recipe=chosen.recipe,
@@ -136,34 +135,12 @@ def train(trial: Trial, chosen: argparse.Namespace, folder: RunFolder) -> Result
         evaluate_every=10**9,
         options=chosen.options,
     )
-    folder.path.mkdir()
-    config.write(folder.config_file)
-    command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
     # Idle threads of one rank must not spin on the cores that the others communicate with.
     env = {"OMP_NUM_THREADS": str(chosen.threads), "OMP_WAIT_POLICY": "passive"}
-    begin = time.monotonic()
-    with launch.start(command, nodes=setting.nodes, ranks_per_node=setting.ranks_per_node, env=env) as job:
-        job.wait()
-        tail = job.ranks[0].output[-3:]
-    known = {"name": name, "seed": seed, **setting._asdict(), "wall": time.monotonic() - begin}
-    return {**known, **judge(folder.metrics(), tail, chosen.recipe), "where": where(chosen.device)}
-
-
-def judge(lines: Sequence[dict[str, Any]], tail: Sequence[str], recipe: str) -> Result:
-    """What is worth keeping of a run's metrics."""
-    final = next((line for line in lines if line["kind"] == "final"), None)
-    if final is None:
-        return {"quality": None, "problem": " ".join(tail)[-300:]}
-    ends = [line for line in lines if line["kind"] == "end"]
-    return {
-        "quality": final["metrics"][JUDGED[recipe].metric],
-        "gradients": final["gradients"],
-        "speed": gradients_per_second(lines),
-        "waiting": statistics.mean(line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends),
-        "exchanges_a_gradient": sum(line["exchanges"] for line in ends) / final["gradients"],
-        "megabytes_a_step": sum(line["bytes_sent"] for line in ends) / final["gradients"] / 1e6,
-        "staleness": statistics.mean(line["staleness_mean"] for line in ends),
-    }
+    result = {"name": name, "seed": seed, **setting._asdict(), **quality.train(config, folder, env)}
+    if result["quality"] is not None:
+        result["speed"] = gradients_per_second(folder.metrics())
+    return result
 
 
 def gradients_per_second(lines: Sequence[dict[str, Any]]) -> float:
@@ -206,11 +183,7 @@ def collect(chosen: argparse.Namespace) -> list[Result]:
                 if trial in known or time.monotonic() >= until:
                     continue
                 known[trial] = result = train(trial, chosen, RunFolder(Path(root) / str(len(known))))
-                line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
-                print(line, flush=True)
-                if chosen.lines is not None:
-                    with chosen.lines.open("a") as file:
-                        file.write(line + "\n")
+                tell(result, chosen.lines)
     return list(known.values())
 
 
@@ -226,7 +199,7 @@ def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
     groups = dict.fromkeys(trial_of(result)[:2] for result in results if result["quality"] is not None)
     for name, setting in sorted(groups, key=lambda group: order.index(group[0])):
         runs = [r for r in results if r["quality"] is not None and trial_of(r)[:2] == (name, setting)]
-        quality = Spread(tuple(100 * result["quality"] for result in runs))
+        reached = Spread(tuple(100 * result["quality"] for result in runs))
         beside = [result for result in runs if result["seed"] in free]
         gained = [100 * (r["quality"] - synchronous[r["seed"]]) for r in runs if r["seed"] in synchronous]
         share = ratios([result["speed"] for result in beside], [free[result["seed"]] for result in beside])
@@ -234,7 +207,7 @@ def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
             [
                 name if name == FREE else f"{name} (`{setting.strategy}`)",
                 f"{setting.lr:g}",
-                "" if name == FREE else quality.text(".1f", centre="mean"),
+                "" if name == FREE else reached.text(".1f", centre="mean"),
                 "" if name in (FREE, SYNCHRONOUS) or not gained else f"{statistics.mean(gained):+.1f}",
                 Spread(tuple(result["speed"] for result in runs)).text(".1f"),
                 "" if name == FREE or not beside else share.text(".3f"),

@@ -99,7 +99,7 @@ class Bench:
         self.options = read_options(arguments.set)
         self.known = {_trial(result): result for result in read_results(arguments.earlier)}
         self.until = time.monotonic() + arguments.seconds
-        self.root = Path(tempfile.mkdtemp(prefix="loosestep-recipes-"))
+        self.root = Path(tempfile.mkdtemp(prefix="loosestep-quality-"))
         self._pen = threading.Lock()
 
     def results(self, trials: Sequence[Trial]) -> list[Result]:
@@ -110,12 +110,8 @@ class Bench:
     def _result(self, trial: Trial) -> Result | None:
         if trial not in self.known and time.monotonic() < self.until:
             self.known[trial] = result = self.train(trial)
-            line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
             with self._pen:
-                print(line, flush=True)
-                if self.arguments.lines is not None:
-                    with self.arguments.lines.open("a") as file:
-                        file.write(line + "\n")
+                tell(result, self.arguments.lines)
         return self.known.get(trial)
 
     def train(self, trial: Trial) -> Result:
@@ -137,35 +133,61 @@ class Bench:
             options=self.options,
         )
         folder = RunFolder(self.root / f"{trial.name.replace(' ', '-')}-{trial.lr:g}-{trial.seed}-{trial.epochs:g}")
-        folder.path.mkdir(parents=True)
-        config.write(folder.config_file)
-        begin = time.monotonic()
-        if chosen.virtual:
-            command = [sys.executable, __file__, "--simulate", str(folder.path)]
-            tail = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()[-3:]
-        else:
-            command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
-            with launch.start(command, nodes=nodes, ranks_per_node=per_node) as job:
-                job.wait()
-                tail = job.ranks[0].output[-3:]
-        wall = time.monotonic() - begin
-        return {**trial._asdict(), "wall": wall, **self._judge(folder, tail), "where": where(chosen.device)}
+        return {**trial._asdict(), **(simulate_apart if chosen.virtual else train)(config, folder)}
 
-    def _judge(self, folder: RunFolder, tail: Sequence[str]) -> Result:
-        lines = folder.metrics()
-        final = next((line for line in lines if line["kind"] == "final"), None)
-        if final is None:
-            return {"quality": None, "problem": " ".join(tail)[-300:]}
-        ends = [line for line in lines if line["kind"] == "end"]
-        return {
-            "quality": final["metrics"][JUDGED[self.arguments.recipe].metric],
-            "seconds": final["seconds"],
-            "gradients": final["gradients"],
-            "waiting": statistics.mean(line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends),
-            "exchanges_a_gradient": sum(line["exchanges"] for line in ends) / final["gradients"],
-            "folds_a_gradient": sum(line["folds"] for line in ends) / final["gradients"],
-            "staleness": statistics.mean(line["staleness_mean"] for line in ends),
-        }
+
+def train(config: Config, folder: RunFolder, env: dict[str, str] | None = None) -> Result:
+    """One run of real processes."""
+    _prepare(config, folder)
+    command = [sys.executable, "-m", "loosestep.training.rank", str(folder.path)]
+    begin = time.monotonic()
+    with launch.start(command, nodes=config.nodes, ranks_per_node=config.counts(), env=env) as job:
+        job.wait()
+        tail = job.ranks[0].output[-3:]
+    return {"wall": time.monotonic() - begin, **judge(folder, config, tail)}
+
+
+def simulate_apart(config: Config, folder: RunFolder) -> Result:
+    """One run on virtual learners, in a process of its own."""
+    _prepare(config, folder)
+    command = [sys.executable, __file__, "--simulate", str(folder.path)]
+    begin = time.monotonic()
+    tail = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()[-3:]
+    return {"wall": time.monotonic() - begin, **judge(folder, config, tail)}
+
+
+def _prepare(config: Config, folder: RunFolder) -> None:
+    folder.path.mkdir(parents=True)
+    config.write(folder.config_file)
+
+
+def judge(folder: RunFolder, config: Config, tail: Sequence[str]) -> Result:
+    """What is worth keeping of a run; of one that failed, its last lines."""
+    lines, place = folder.metrics(), {"where": where(config.device)}
+    final = next((line for line in lines if line["kind"] == "final"), None)
+    if final is None:
+        return {"quality": None, "problem": " ".join(tail)[-300:], **place}
+    ends = [line for line in lines if line["kind"] == "end"]
+    return {
+        "quality": final["metrics"][JUDGED[config.recipe].metric],
+        "seconds": final["seconds"],
+        "gradients": final["gradients"],
+        "waiting": statistics.mean(line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends),
+        "exchanges_a_gradient": sum(line["exchanges"] for line in ends) / final["gradients"],
+        "folds_a_gradient": sum(line["folds"] for line in ends) / final["gradients"],
+        "megabytes_a_step": sum(line["bytes_sent"] for line in ends) / final["gradients"] / 1e6,
+        "staleness": statistics.mean(line["staleness_mean"] for line in ends),
+        **place,
+    }
+
+
+def tell(result: Result, lines: Path | None) -> None:
+    """Print a result as a line of JSON, and append it to a file."""
+    line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
+    print(line, flush=True)
+    if lines is not None:
+        with lines.open("a") as file:
+            file.write(line + "\n")
 
 
 def simulate(folder: RunFolder) -> None:

@@ -102,9 +102,11 @@ class Rank:
             self._holders.add(holder)
             self._signal_group(signal.SIGSTOP)
 
-    def let_go(self, holder: object) -> None:
-        """The rank goes on (SIGCONT) if nobody else holds it."""
+    def let_go(self, holder: object | None = None) -> None:
+        """The rank goes on (SIGCONT) if nobody else holds it; without `holder`, whoever does."""
         with self._changed:
+            if holder is None:
+                self._holders.clear()
             self._holders.discard(holder)
             if not self._holders:
                 self._signal_group(signal.SIGCONT)
@@ -221,9 +223,7 @@ class Job:
     def _signal_all(self, number: int) -> None:
         for rank in self.running:
             rank.kill(number)
-            with rank._changed:
-                rank._holders.clear()  # a stopped process acts on nothing but SIGKILL
-                rank._signal_group(signal.SIGCONT)
+            rank.let_go()  # a stopped process acts on nothing but SIGKILL
 
     def _run(self) -> None:
         pipes: dict[int, int] = {}

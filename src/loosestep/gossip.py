@@ -54,8 +54,8 @@ class GossipEngine:
             # As often as the relay can where there are statistics, which drift apart faster than parameters.
             self._fold_share = 1.0 if learner.replica.floating else RELAYING
         self._mailbox: Mailbox | ReplayedMailbox | None = None
-        self._graph = strategy.graph(len(self._lane()))
         self._members, self._gone, self._parts, self._ending = self._lane(), set[int](), 1, False
+        self._graph = strategy.graph(len(self._members))
         if self._graph.note() and world.rank == 0:
             log.warning(self._graph.note())
         self._open_mailbox(key, encrypt)

@@ -1,10 +1,15 @@
 """When a task counts as learnt."""
 
+import argparse
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from time_to_accuracy import STEP, Plan, climb
+import time_to_accuracy
+from peers import find
+from time_to_accuracy import STEP, Plan, Trials, climb
 
 PLAN = Plan(lasts=1.0, every=0.25, seconds=0.0)
 
@@ -41,3 +46,25 @@ def test_the_search_finds_the_best_rate_on_either_side(steps: int) -> None:
 def test_a_run_that_failed_or_diverged_is_worse_than_any_other() -> None:
     for plan in (PLAN, Plan(lasts=1.0, every=0.25, seconds=0.0, higher=False)):
         assert plan.value([]) == plan.value([0.5, math.nan]) < plan.value([0.1, 9.0])
+
+
+def test_runs_of_earlier_calls_are_made_again_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, float, int]] = []
+
+    def train(self: Any, peer: Any, bandwidth: str, lr: float, seed: int) -> list[float]:
+        made.append((bandwidth, lr, seed))
+        return [lr]
+
+    monkeypatch.setattr(time_to_accuracy, "RAW", tmp_path)
+    monkeypatch.setattr(Trials, "_train", train)
+
+    def curves(*, earlier: bool) -> list[list[float]]:
+        options = argparse.Namespace(earlier=earlier, quick=False, dry=False, peers=[], bandwidth=None)
+        trials, peer = Trials("digits", PLAN, None, options), find("torch DDP")  # type: ignore[arg-type]
+        return [trials.curve(peer, rate, lr, 0) for rate, lr in (("100mbit", 0.1), ("500mbit", 0.1), ("100mbit", 0.1))]
+
+    assert curves(earlier=False) == [[0.1]] * 3
+    assert curves(earlier=True) == [[0.1]] * 3
+    assert made == [("100mbit", 0.1, 0), ("500mbit", 0.1, 0)]
+    curves(earlier=False)
+    assert len(made) == 4

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import typer
 
-from loosestep.recipes import find_recipe
+from loosestep.recipes.find import RECIPES
 from loosestep.strategies import STRATEGIES
-
-RECIPES = ("acoustic", "vision")
 
 
 def recipes(begun: str) -> list[str]:
@@ -40,5 +38,5 @@ def setting(context: typer.Context, begun: str) -> list[tuple[str, str]]:
     """The options of the recipe that was named before, each with its help."""
     # While an option waits for its value, arguments are among the words that are not parsed.
     words = {context.params.get("recipe"), *context.args}
-    options = [option for name in RECIPES if name in words for option in find_recipe(name).options()]
+    options = [option for name in RECIPES if name in words for option in RECIPES[name]().options()]
     return [(f"{option.name}=", option.help) for option in options if option.name.startswith(begun)]

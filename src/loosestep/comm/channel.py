@@ -108,13 +108,17 @@ class Channel:
             self._add_pair(flat)
         elif self._group is not None or self.size > 1:
             shards = flat.view(lanes, -1)
-            shards[min(self.index, lanes - 1)] = self.part(flat, lanes)
+            shards[self.row(lanes)] = self.part(flat, lanes)
             self.share(shards)
+
+    def row(self, lanes: int) -> int:
+        """The lane that this rank works on; beyond the last one, that."""
+        return min(self.index, lanes - 1)
 
     def part(self, flat: torch.Tensor, lanes: int) -> torch.Tensor:
         """The sum over all ranks of the part of `flat` that belongs to this rank's lane."""
         chunks = flat.view(lanes, -1)
-        mine = min(self.index, lanes - 1)
+        mine = self.row(lanes)
         if self._slots is None:
             if self.size > lanes:
                 chunks = torch.cat([chunks, chunks.new_zeros(self.size - lanes, chunks.shape[1])])
@@ -131,7 +135,7 @@ class Channel:
     def share(self, shards: torch.Tensor) -> None:
         """Fill in the other lanes' rows; the row of this rank's lane is there. Ranks beyond the last lane only receive."""
         lanes = len(shards)
-        mine = min(self.index, lanes - 1)
+        mine = self.row(lanes)
         if self._slots is None:
             shards.copy_(self.gather(shards[mine].contiguous())[:lanes])
             return

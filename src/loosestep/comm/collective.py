@@ -235,7 +235,7 @@ class Collective:
             spread = self._average_lane(wire, _have(lane), delta=delta)
         elif offer.lane is None:
             shards = wire.view(self._x.lanes, -1)
-            mine = shards[min(index, self._x.lanes - 1)]
+            mine = shards[node.row(self._x.lanes)]
             if lane is not None:
                 spread = self._average_lane(mine, lane, delta=delta)
             if node.size > 1:
@@ -380,7 +380,7 @@ class Collective:
             flat.copy_(lane.mean(flat, None, len(set(self.present) & set(lane.ranks))))
         else:
             shards = flat.view(lanes, -1)
-            mine = shards[min(node.index, lanes - 1)]
+            mine = shards[node.row(lanes)]
             if node.size > 1:
                 mine.copy_(node.part(flat, lanes))
             if lane is not None:

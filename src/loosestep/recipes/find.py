@@ -16,16 +16,16 @@ from .base import Option, Progress, Recipe, Task, no_progress
 from .errors import RecipeError
 from .vision import VisionRecipe
 
+RECIPES: dict[str, Callable[[], Recipe]] = {"acoustic": AcousticRecipe, "vision": VisionRecipe}
+
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of this name, or an error that says what there is."""
-    if name == "acoustic":
-        return AcousticRecipe()
-    if name == "vision":
-        return VisionRecipe()
+    if name in RECIPES:
+        return RECIPES[name]()
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py"):
-        raise RecipeError(f"recipe must be acoustic, vision or FILE.py:function, got {name!r}")
+        raise RecipeError(f"recipe must be {', '.join(RECIPES)} or FILE.py:function, got {name!r}")
     return OwnRecipe(Path(file), function)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from loosestep.trace import plots
 from loosestep.trace.timeline import write_timeline
-from loosestep.training.folder import write_whole
+from loosestep.training.config import write_whole
 from loosestep.training.outcome import Outcome
 
 MOST_TIMELINES = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loosestep.trace.spans import Activity, Span, merged
-from loosestep.training.folder import write_whole
+from loosestep.training.config import write_whole
 
 MOST_SPANS = 100_000
 

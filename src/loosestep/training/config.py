@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,19 @@ from loosestep.strategies import strategy as read_strategy
 
 class TrainingError(Exception):
     """Something the user can put right; the message says what was seen, what was expected and what to do."""
+
+
+def write_whole(path: Path, parts: Iterable[str]) -> None:
+    """A text, whole or not at all: a kill or a full disk leaves what was there before."""
+    temporary = path.with_name(path.name + ".writing")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(parts)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -104,10 +117,7 @@ class Config:
 
     def write(self, path: Path) -> None:
         """As TOML, whole or not at all."""
-        temporary = path.with_name(path.name + ".writing")
-        with writing(path):
-            temporary.write_text(to_toml(dataclasses.asdict(self)), encoding="utf-8")
-            os.replace(temporary, path)
+        write_whole(path, [to_toml(dataclasses.asdict(self))])
 
 
 def read_config(path: Path) -> Config:

@@ -19,13 +19,13 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loosestep.trace.events import Event
-from loosestep.training.config import Config, TrainingError, read_config, writing
+from loosestep.training.config import Config, TrainingError, read_config, write_whole, writing
 
 EVENTS_HELD = 2_000
 
@@ -126,19 +126,6 @@ class RunFolder:
     def _traces(self) -> list[Path]:
         files = [self.trace_file] if self.trace_file.is_file() else []
         return files + sorted(self.trace_of(0).parent.glob("rank-*.jsonl"))
-
-
-def write_whole(path: Path, parts: Iterable[str]) -> None:
-    """A text, whole or not at all: a kill or a full disk leaves what was there before."""
-    temporary = path.with_name(path.name + ".writing")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(parts)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
