@@ -26,6 +26,9 @@ GOSSIP = ["adpsgd:topology=ring", "adpsgd:topology=random-ring", "adpsgd:topolog
 CASES = [(1, [*GOSSIP, DDP]), (4, [GOSSIP[0], DDP]), (32, [GOSSIP[0], DDP])]  # MB, variants
 STRETCH = {1: 1.0, 4: 2.0, 32: 6.0}  # how much longer: one exchange of a large model is seconds of allowance
 COMPUTE, SLOWER = 0.02, 10
+QUIET_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+"""Memory that a step has freed stays with the process: whether the C library hands it back to the kernel on every step is a matter of
+chance, and costs a step of 32 MB a fifth of its time."""
 
 
 def work() -> None:
@@ -44,7 +47,7 @@ def work() -> None:
 
 
 def block(variant: str, megabytes: int, *, slow: int, seconds: float) -> dict[str, float]:
-    """Gradients of all ranks per second over a stretch of time, and the exchange rate gossip settled at."""
+    """Gradients of all ranks per second over a stretch of time, and the exchanges that a learner began per step in it."""
     rank = dist.get_rank()
     model = nn.ParameterList([nn.Parameter(torch.zeros(megabytes << 17)) for _ in range(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -53,8 +56,10 @@ def block(variant: str, megabytes: int, *, slow: int, seconds: float) -> dict[st
     pause = COMPUTE * (slow if rank == 3 else 1)
     dist.barrier()
     begin = time.monotonic() + 0.3 * seconds  # the first part is warm-up: the first exchange comes at once
-    steps = late = 0
+    steps = late = before = 0
     while (now := time.monotonic()) < begin + seconds or variant == DDP:
+        if run is not None and late == 0:
+            before = run.stats["exchanges"]
         trained(float(rank)).backward()
         time.sleep(pause)
         optimizer.step()
@@ -65,8 +70,8 @@ def block(variant: str, megabytes: int, *, slow: int, seconds: float) -> dict[st
         if variant == DDP and steps >= int(1.3 * seconds / (COMPUTE * slow)):
             break
     elapsed = time.monotonic() - begin if variant == DDP else seconds
-    stats = run.stats if run is not None else {}
-    mine = torch.tensor([late / max(elapsed, 1e-9), stats.get("rate", 0.0)], dtype=torch.float64)
+    exchanges = run.stats["exchanges"] - before if run is not None else 0
+    mine = torch.tensor([late / max(elapsed, 1e-9), exchanges / max(late, 1)], dtype=torch.float64)
     if run is not None:
         run.finish()
     everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -105,7 +110,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
                 rate = (
                     ""
                     if not variant.startswith("adpsgd")
-                    else f"{Spread(tuple(speeds(megabytes, slow, variant, 'rate'))).median:.2f}"
+                    else f"{Spread(tuple(speeds(megabytes, slow, variant, 'rate'))).median:.3f}"
                 )
                 rows.append(
                     [
@@ -119,8 +124,8 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
     header = ["model, learners", "variant", "gradients/s", "of no communication", "exchanges per step"]
     return (
         f"## Gossip: four learners, {COMPUTE * 1000:.0f} ms of emulated compute, {len(os.sched_getaffinity(0))} cores\n\n{table(header, rows)}\n\nMedian and range of "
-        f"{settings['rounds']} rounds of {settings['seconds']:g} s (4 MB: twice, 32 MB: six times as long) after a warm-up; ratios within a round. The exchange rate is what the "
-        f"pace controller settled at (10 % of each process's share of the cores). One machine, loopback. {where}."
+        f"{settings['rounds']} rounds of {settings['seconds']:g} s (4 MB: twice, 32 MB: six times as long) after a warm-up; ratios within a round. Exchanges that a learner "
+        f"began per step, as often as the pace controller lets it (10 % of each process's share of the cores); it answers as many. One machine, loopback. {where}."
     )
 
 
@@ -132,13 +137,14 @@ def main() -> None:
     quick = chosen.quick
     settings = {"rounds": chosen.rounds or (1 if quick else 3), "seconds": 1.0 if quick else 2.0}
     where = machine()
+    os.environ |= QUIET_MEMORY
     said = run_ranks(
         __file__,
         settings,
         nodes=4,
         ranks_per_node=1,
         show=lambda line: (
-            f"round {line['round']}  {line['megabytes']:>2} MB  slow {line['slow']:>2}x  {line['variant']:<28}{line['speed']:8.1f} gradients/s  {line['rate']:.2f} exchanges a step"
+            f"round {line['round']}  {line['megabytes']:>2} MB  slow {line['slow']:>2}x  {line['variant']:<28}{line['speed']:8.1f} gradients/s  {line['rate']:.3f} exchanges a step"
         ),
     )
     publish(here("gossip", where), section(said, settings, where), quick=quick)

@@ -20,6 +20,7 @@ from loosestep.comm.courier import Pending
 from loosestep.comm.mailbox import Mailbox
 from loosestep.comm.pace import FOLDING, RELAYING, Pace
 from loosestep.comm.replayed import ReplayedMailbox
+from loosestep.comm.shadow import Fold
 from loosestep.comm.world import World
 from loosestep.exchanges import align
 from loosestep.gradients import GradientAverager
@@ -31,6 +32,15 @@ from loosestep.trace.player import Player
 from loosestep.trace.recorder import Recorder
 
 log = logging.getLogger("loosestep")
+
+
+Box = Mailbox | ReplayedMailbox
+Way = Callable[[Box, Vector], Fold]
+
+
+def completely(box: Box, tensors: Vector) -> Fold:
+    """A step was made, and everything lands."""
+    return box.boundary(tensors, force=True)
 
 
 class GossipEngine:
@@ -53,7 +63,7 @@ class GossipEngine:
         if learner.replica.staging.remote and not isinstance(learner.tape, Recorder):
             # As often as the relay can where there are statistics, which drift apart faster than parameters.
             self._fold_share = 1.0 if learner.replica.floating else RELAYING
-        self._mailbox: Mailbox | ReplayedMailbox | None = None
+        self._mailbox: Box | None = None
         self._members, self._gone, self._parts, self._ending = self._lane(), set[int](), 1, False
         self._graph = strategy.graph(len(self._members))
         if self._graph.note() and world.rank == 0:
@@ -97,7 +107,7 @@ class GossipEngine:
             raise
         comm.close()
 
-    def _make_mailbox(self, tensors: Vector, key: str | None, encrypt: bool) -> Mailbox | ReplayedMailbox:
+    def _make_mailbox(self, tensors: Vector, key: str | None, encrypt: bool) -> Box:
         tape = self._learner.tape
         if isinstance(tape, Player):
             return ReplayedMailbox(tape, world=self._members, params=tensors)
@@ -126,20 +136,21 @@ class GossipEngine:
 
     def fold(self) -> None:
         """y <- y + u; x <- y"""
-        self._land(force=False)
+        self._land(lambda box, tensors: box.boundary(tensors, within=self._strategy.max_staleness))
 
-    def _land(self, *, force: bool, stepped: bool = True) -> None:
+    def _publish(self) -> None:
+        """The same before an exchange, where this step's fold was put off: the peer is to meet what is, not what was."""
+        self._land(lambda box, tensors: box.publish(tensors))
+
+    def _land(self, way: Way) -> None:
         floors = self._floors()
-        self._cross(self._tensors(), force=force, stepped=stepped)
+        self._cross(self._tensors(), way)
         self._keep_positive(floors)
 
-    def _cross(self, tensors: Vector, *, force: bool, stepped: bool) -> None:
-        """y <- y + u; x <- y, after a step or (completely) in the middle of one."""
+    def _cross(self, tensors: Vector, way: Way) -> None:
+        """y <- y + u; x <- y, in one of the mailbox's ways."""
         assert self._mailbox is not None
-        if stepped:
-            fold = self._mailbox.boundary(tensors, force=force, within=self._strategy.max_staleness)
-        else:
-            fold = self._mailbox.settle(tensors)
+        fold = way(self._mailbox, tensors)
         if not fold.skipped and fold.chunks:
             self.trace.emit(
                 "fold",
@@ -162,6 +173,7 @@ class GossipEngine:
         if partner is None:
             return
         peer, weight = partner
+        self._publish()
         self.trace.emit("start", exchange=round_number, step=self._learner.state["step"], peer=self._members[peer])
         pending = self._mailbox.exchange(self._members[peer], weight)
         if self._strategy.max_staleness is not None:
@@ -169,7 +181,7 @@ class GossipEngine:
 
     def mix(self, round_number: int) -> None:
         """One round of exactly the mixing matrix, from exactly the values of this step."""
-        self._land(force=True)
+        self._land(completely)
         row = self._graph.round(self._me, round_number, self._alive()) if self._mailbox is not None else {}
         start = self.trace.clock()
         if row and self._mailbox is not None:
@@ -177,7 +189,7 @@ class GossipEngine:
             weights = {self._members[peer]: weight for peer, weight in row.items()}
             self._mailbox.lockstep_round(round_number, weights, timeout=self._world.deadline)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="lockstep")
-        self._land(force=True, stepped=False)
+        self._land(lambda box, tensors: box.settle(tensors))
 
     def wait_for(self, age: int) -> None:
         """Wait for own exchanges that were begun `age` or more steps ago, as long as their peer is there."""

@@ -15,7 +15,7 @@ import torch
 from loosestep.comm.base import Invitation, Kind, Offer, Parcel, Vector
 from loosestep.comm.collective import Collective
 from loosestep.exchanges import align
-from loosestep.gossip import GossipEngine, write
+from loosestep.gossip import GossipEngine, Way, completely, write
 from loosestep.gradients import GradientAverager
 from loosestep.replica import Replica
 from loosestep.shards import is_dtensor, local, pieces, reshard
@@ -111,9 +111,15 @@ class NodeGossipEngine(GossipEngine):
 
     def fold(self) -> None:
         """y <- y + u; x <- y for the own shard, then all shards of the node: shared at every step, so folded at every step."""
-        if self._splits:
-            self._comm.invite()
-        self._land(force=self._splits)
+        if not self._splits:
+            super().fold()
+            return
+        self._comm.invite()
+        self._land(completely)
+
+    def _publish(self) -> None:
+        if not self._splits:
+            super()._publish()
 
     def mix(self, round_number: int) -> None:
         """One round of exactly the mixing matrix, for the own shard."""
@@ -121,14 +127,14 @@ class NodeGossipEngine(GossipEngine):
             self._comm.invite()
         super().mix(round_number)
 
-    def _land(self, *, force: bool, stepped: bool = True) -> None:
+    def _land(self, way: Way) -> None:
         floors = self._floors()
         vector = self._vector()
         if len(self._comm.present) < self._mates:  # somebody did not make this step: its shard comes from one who did
             leader = self._comm.present[0]
             vector = self._comm.broadcast_state({"vector": vector}, root=leader)["vector"]
         if self._mailbox is not None:
-            self._cross(self._pieces(vector), force=force, stepped=stepped)
+            self._cross(self._pieces(vector), way)
         start = self.trace.clock()
         self._share(vector)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="node")
@@ -195,7 +201,7 @@ class NodeGossipEngine(GossipEngine):
     def join(self, invitation: Invitation) -> None:
         """Take part in what the node's other ranks do while this one waits."""
         if invitation.kind is Kind.EXCHANGE:
-            self._land(force=True)
+            self._land(completely)
         else:
             self._swap_in()()
 

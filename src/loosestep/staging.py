@@ -44,13 +44,14 @@ class Staging:
         """Zeros where the tensors are."""
         return torch.zeros(size, dtype=dtype, device=self.device)
 
-    def send(self, pairs: Pairs) -> Callable[[], None]:
-        """host <- device, after what the current stream has been given so far. What is returned waits for the arrival."""
+    def send(self, pairs: Pairs, *, after: torch.cuda.Event | None = None) -> Callable[[], None]:
+        """host <- device, after what was marked, or else what the current stream has been given so far. What is returned
+        waits for the arrival."""
         if not self.remote:
             for host, near in pairs:
                 host.copy_(near)
             return nothing
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        self._out.wait_event(after or torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self._out):
             for host, near in pairs:
                 host.copy_(near, non_blocking=True)

@@ -133,6 +133,27 @@ def test_a_round_in_lockstep_is_never_skipped_and_a_batch_norm_does_not_make_fol
         assert folds == 1  # the first, whose cost is not known before
 
 
+def in_the_shadow(rank: int):
+    """What a partner meets when an exchange begins although folds are put off."""
+    with attach("adpsgd:rate=0.1") as run:
+        box = run._engine._mailbox
+        box._fold_share = 1e-9
+        train(run, rank, steps=1)  # its fold is the first, which is not put off
+        met = []
+        begin = box.exchange
+        box.exchange = lambda *peer: (met.append((box._shadow.published, box._shadow.steps)), begin(*peer))[1]
+        train(run, rank, steps=25)
+        folds = box.counters["folds"]
+    return met, folds
+
+
+def test_an_exchange_publishes_the_parameters_of_its_step_and_other_steps_need_not():
+    for met, folds in ranks(3, in_the_shadow):
+        assert len(met) >= 1
+        assert all(published == step for published, step in met)
+        assert folds <= 1 + len(met)
+
+
 def twice(rank: int):
     return [sealed(rank)[0] for _ in range(2)]
 

@@ -359,6 +359,41 @@ def test_staleness_counts_the_steps_whose_fold_was_skipped():
         assert c.boxes[0].boundary(c.params[0], force=True).staleness_max == 4
 
 
+def test_folding_is_put_off_longer_while_nothing_has_landed():
+    with cluster(2) as c:
+        box = c.boxes[0]
+        box.boundary(c.params[0])
+        box._fold_share, box._fold_cost, box._folded_at = (
+            1.0,
+            10.0,
+            time.monotonic() - 20,
+        )  # ten seconds would be enough
+        assert box.boundary(c.params[0]).skipped
+        c.exchange(1, 0)
+        assert not box.boundary(c.params[0]).skipped
+
+
+def test_a_peer_meets_the_parameters_of_the_step_at_which_the_exchange_begins():
+    with cluster(2, fold_share=1e-9) as c:
+        c.boxes[0].boundary(c.params[0])
+        c.params[0][0] += 8
+        assert c.boxes[0].boundary(c.params[0]).skipped
+        assert not c.boxes[0].publish(c.params[0]).skipped
+        assert c.boxes[0].publish(c.params[0]).skipped  # they are there
+        c.exchange(0, 1)
+        np.testing.assert_allclose(c.flat(0), c.flat(1))
+        np.testing.assert_allclose(c.flat(0) + c.flat(1), c.start.numpy() + 8)
+
+
+def test_a_snapshot_is_as_old_as_the_parameters_it_was_taken_of():
+    with cluster(2, fold_share=1e-9) as c:
+        c.boxes[0].boundary(c.params[0])
+        for _ in range(3):
+            assert c.boxes[0].boundary(c.params[0]).skipped
+        c.exchange(1, 0)  # it meets the parameters of three steps ago
+        assert c.boxes[0].boundary(c.params[0], force=True).staleness_max == 4
+
+
 def test_nothing_that_has_landed_gets_older_than_the_bound():
     with cluster(2, fold_share=1e-9) as c:
         c.boxes[0].boundary(c.params[0])

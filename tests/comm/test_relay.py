@@ -43,9 +43,9 @@ def gate(monkeypatch):
     params, shadow = learner(0)
     send = shadow.relay._staging.send
 
-    def slow(pairs):
-        ready = send(pairs)
-        return lambda: (opened.wait(10), ready())[1]
+    def slow(pairs, **after):
+        opened.wait(10)
+        return send(pairs, **after)
 
     monkeypatch.setattr(shadow.relay._staging, "send", slow)
     yield opened, params, shadow
@@ -98,18 +98,18 @@ def test_a_boundary_never_waits_and_what_it_skips_comes_later(gate):
     np.testing.assert_allclose(shadow.flat(), start + 5)
 
 
-def test_what_lands_reaches_the_parameters_at_the_next_boundary():
+def land(shadow, chunk, amount):
+    """An exchange that adds `amount`."""
+    value = shadow.read(chunk).value
+    shadow.move(chunk, 0.5, mine=value, theirs=value + 2 * amount, snapshot=shadow.published)
+
+
+def test_what_has_landed_is_in_the_parameters_after_the_boundary():
     params, shadow = learner(0)
     start = flat(params)
     for chunk in range(shadow.chunks):
-        value = shadow.read(chunk).value
-        shadow.move(chunk, 0.5, mine=value, theirs=value + 2, snapshot=shadow.steps)
-    shadow.steps += 1
-    shadow.boundary(params)
-    np.testing.assert_allclose(flat(params), start)
-    wait_for_the_second_half(shadow)
-    np.testing.assert_allclose(shadow.flat(), start + 1)
-    shadow.steps += 3  # two of them found the relay busy
+        land(shadow, chunk, 1)
+    shadow.steps += 4  # three of them found the relay busy
     assert shadow.age == 4
     fold = shadow.boundary(params)
     np.testing.assert_allclose(flat(params), start + 1)
@@ -120,6 +120,53 @@ def test_what_lands_reaches_the_parameters_at_the_next_boundary():
     shadow.relay.close()
 
 
+def test_a_boundary_takes_the_chunks_that_have_landed_and_no_other():
+    params, shadow = learner(0)
+    start, expected = flat(params), flat(params)
+    for chunk in (0, 2):
+        land(shadow, chunk, 1)
+        shadow.slice(chunk, expected)[:] += 1
+    fold = shadow.boundary(params)
+    assert fold.chunks == 2
+    np.testing.assert_allclose(flat(params), expected)
+    assert (flat(params) == start).sum() == shadow.length(1) + shadow.length(3)
+    shadow.relay.close()
+
+
+def test_the_shadow_is_whole_while_the_parameters_travel(gate):
+    opened, params, shadow = gate
+    start = flat(params)
+    land(shadow, 0, 1)
+    for p in params:
+        p += 10
+    shadow.boundary(params)
+    land(shadow, 0, 5)
+    land(shadow, 1, 5)
+    expected = start.copy()
+    shadow.slice(0, expected)[:] += 6
+    shadow.slice(1, expected)[:] += 5
+    np.testing.assert_allclose(shadow.flat(), expected)  # nothing of the step yet, and all that has landed
+    assert shadow.published == 0
+    opened.set()
+    wait_for_the_second_half(shadow)
+    np.testing.assert_allclose(shadow.flat(), expected + 10)
+    shadow.settle(params)
+    np.testing.assert_allclose(flat(params), expected + 10)
+
+
+def test_an_exchange_waits_until_the_parameters_have_arrived(gate):
+    opened, params, shadow = gate
+    seen = []
+    shadow.relay.when_published(lambda: seen.append("at once"))
+    shadow.steps += 1
+    shadow.boundary(params)
+    shadow.relay.when_published(lambda: seen.append(shadow.published))
+    assert seen == ["at once"]
+    opened.set()
+    shadow.settle(params)
+    assert seen == ["at once", 1]
+
+
 def test_settling_leaves_the_parameters_and_the_shadow_equal():
     params, shadow = learner(0)
     start = flat(params)
@@ -128,21 +175,6 @@ def test_settling_leaves_the_parameters_and_the_shadow_equal():
     shadow.settle(params)
     np.testing.assert_array_equal(flat(params), shadow.flat())
     assert flat(params)[0] == start[0] + 1
-    shadow.relay.close()
-
-
-def test_settling_reports_what_the_boundary_before_it_took():
-    params, shadow = learner(0)
-    value = shadow.read(0).value
-    shadow.move(0, 0.5, mine=value, theirs=value + 2, snapshot=0)
-    shadow.steps += 1
-    assert shadow.boundary(params).chunks == 0
-    wait_for_the_second_half(shadow)
-    value = shadow.read(1).value
-    shadow.move(1, 0.5, mine=value, theirs=value + 2, snapshot=shadow.steps)
-    shadow.steps += 1
-    fold = shadow.settle(params)
-    assert (fold.chunks, fold.staleness_max, fold.staleness_mean) == (2, 2, 1.5)
     shadow.relay.close()
 
 
@@ -185,7 +217,7 @@ def test_parameters_that_are_assigned_forget_what_was_on_its_way(gate):
 def test_the_second_half_reports_its_failure_at_the_next_boundary(monkeypatch):
     params, shadow = learner(0)
 
-    def broken(x):
+    def broken(step):
         raise RuntimeError("no shadow")
 
     monkeypatch.setattr(shadow, "renew", broken)

@@ -47,7 +47,7 @@ class NotFiniteError(ValueError):
 class Vector(Protocol):
     """What an edge needs of the shadow."""
 
-    steps: int
+    published: int
 
     def read(self, chunk: int, note: bytes = b"") -> Any: ...
     def move(
@@ -127,7 +127,7 @@ class Edge:
             return self._ping(chunk if state.cache else None)
         state.seen += 1
         buffer = self._take(chunk, state.seen)
-        state.pend[state.seen] = Pair(buffer, weight, self._shadow.steps)
+        state.pend[state.seen] = Pair(buffer, weight, self._shadow.published)
         self.pending += 1
         return self._request(chunk, state.seen)
 
@@ -180,7 +180,7 @@ class Edge:
             return []
         if self.cached >= 2 * self.window:
             return [self._ping()]  # the peer repeats its request
-        self._apply(state, message, Pair(self._take(chunk, q), message.weight, self._shadow.steps))
+        self._apply(state, message, Pair(self._take(chunk, q), message.weight, self._shadow.published))
         state.seen = max(state.seen, q)
         return [self._reply(state, chunk, q)]
 

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from loosestep.comm.address import bind_host, is_loopback, port_range
 from loosestep.comm.courier import Courier, Pending, Timing
 from loosestep.comm.directory import Directory, Store
 from loosestep.comm.members import State
+from loosestep.comm.pace import IDLE
 from loosestep.comm.shadow import Fold, Shadow
 from loosestep.comm.transport import Curve, Transport
 from loosestep.comm.wire import HEADER_BYTES, Header, Wire, curve_pair, key_bytes
@@ -145,13 +147,14 @@ class Mailbox:
         if flying is not None and not flying.done():
             return flying
         pending = self._exchanges[peer] = Pending()
-        self._do(lambda: self._courier.exchange(peer, weight, pending))
+        begin = partial(self._tell_courier, lambda: self._courier.exchange(peer, weight, pending))
+        begin() if self._shadow.relay is None else self._shadow.relay.when_published(begin)
         return pending
 
     def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:
-        """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share` of a core: a large model
-        folds less often than every step. With `force`, or once something that has landed is `within` steps old, it is not
-        skipped, and complete when it returns."""
+        """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share` of a core, or while nothing
+        has landed a part of that: a large model folds less often than every step. With `force`, or once something that has
+        landed is `within` steps old, it is not skipped, and complete when it returns."""
         self._check()
         now = time.monotonic()
         self._courier.progress += 1
@@ -161,9 +164,16 @@ class Mailbox:
             self._tell(now)
         if force or (within is not None and self._shadow.age >= within):
             return self._counted(self._shadow.settle, params, now)
-        if self._shadow.busy or now - self._folded_at < self._fold_cost / self._fold_share:
+        share = self._fold_share if self._shadow.waiting else IDLE * self._fold_share
+        if self._shadow.busy or now - self._folded_at < self._fold_cost / share:
             return Fold(skipped=True)
         return self._counted(self._shadow.boundary, params, now)
+
+    def publish(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u; x <- y before an exchange, unless the shadow holds this step's parameters already."""
+        if self._shadow.published == self._shadow.steps or self._shadow.busy:
+            return Fold(skipped=True)
+        return self._counted(self._shadow.boundary, params, time.monotonic())
 
     def settle(self, params: Sequence[torch.Tensor]) -> Fold:
         """y += u; x <- y, complete when it returns; not a step."""
@@ -305,6 +315,9 @@ class Mailbox:
 
     def _do(self, command: Callable[[], None]) -> None:
         self._check()
+        self._tell_courier(command)
+
+    def _tell_courier(self, command: Callable[[], None]) -> None:
         self._courier.commands.append(command)
         self._courier.transport.wake()
 

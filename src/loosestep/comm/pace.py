@@ -4,6 +4,7 @@ from __future__ import annotations
 
 AIM = 0.8  # of the limit
 FOLDING = 0.5  # of the limit: what folding may take, which the compute thread does itself
+IDLE = 0.2  # of that: folding while nothing has landed, so that peers meet a model that is not too old
 RELAYING = 0.25  # of a core: what folding may take on a thread of its own, for parameters on an accelerator
 
 

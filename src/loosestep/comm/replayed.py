@@ -70,6 +70,10 @@ class ReplayedMailbox:
         self._folds += 1
         return folds[0]
 
+    def publish(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u; x <- y, where it was necessary."""
+        return self.settle(params) if self._player.peek() is Kind.BOUNDARY else Fold(skipped=True)
+
     def lockstep_round(self, number: int, neighbours: dict[int, float], timeout: float = 60.0) -> None:
         """The events of the round are played before the boundary that follows."""
 
@@ -124,7 +128,7 @@ class ReplayedMailbox:
 
     def _take(self, peer: int, chunk: int, q: int) -> None:
         value = self._shadow.read(chunk).value.copy()
-        self._mine[peer, chunk, q] = value, self._shadow.steps
+        self._mine[peer, chunk, q] = value, self._shadow.published
         self._values.put(f"pair/{self.rank}/{peer}/{chunk}/{q}", value)
 
     def _fold(self, peer: int, chunk: int, q: int, weight: float) -> None:

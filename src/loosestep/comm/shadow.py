@@ -10,7 +10,8 @@ the lock, chunk by chunk, so a learner that is averaged ten times during one ste
 never overshoots. `delta` is not zeroed: a chunk that is not dirty is overwritten by the next exchange.
 
 Parameters of lower precision than the shadow (bfloat16) keep what rounding cut off in `delta`: the mean stays exact.
-Parameters on an accelerator reach the shadow through a relay, in two halves: see `relay.py`.
+Parameters on an accelerator reach the shadow through a relay, in two halves (`relay.py`); between them what has landed is
+`frozen`, y = base + frozen + delta.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from loosestep.comm.wire import HEADER_BYTES
 from loosestep.trace.recording import Kind, pack
 
 Array = NDArray[Any]
+Span = slice
 
 SAMPLE_STRIDE = 16  # every 16th number of a difference is enough for the consensus distance
 
@@ -91,7 +93,8 @@ class _Chunk:
     start: int
     stop: int
     segments: list[tuple[int, int, int, int]]  # tensor, start in it, stop in it, start in the flat vector
-    dirty: bool = False
+    dirty: bool = False  # delta holds something
+    frozen: bool = False  # so does what a relay has taken
     crossed: int = 0  # the last boundary that has passed this chunk
     landed: Landings = field(default_factory=Landings)
 
@@ -125,12 +128,15 @@ class Shadow:
         self.size = sum(self.sizes)
         self.lock = threading.Lock()
         self.steps = 0  # that the learner has made, folded or not; whoever calls `boundary` counts them
-        self.taken = Landings()  # in the shadow already, on their way to the parameters of an accelerator
+        self.published = 0  # the step whose parameters the base holds
         self.tape: Writer | None = None
         self._opened = 0
         self._boundary: _Boundary | None = None
-        self._base = np.empty(self.size, dtype=self.dtype)
-        self._delta = np.empty(self.size, dtype=self.dtype)
+        if relayed is None:
+            relayed = len({p.device for p in params}) == 1 and params[0].device.type != "cpu"
+        self.relay = Relay(self, params) if relayed else None
+        self._base, self._delta = self._memory(), self._memory()
+        self._frozen, self._spare = self._delta, self._memory() if relayed else self._base
         per_chunk = max(1, chunk_bytes // self.dtype.itemsize)
         self._chunks = _cut(self.sizes, per_chunk)
         self._difference = np.empty(min(per_chunk, self.size), dtype=self.dtype)
@@ -140,11 +146,11 @@ class Shadow:
         self._views = _Views(self._chunks, torch.from_numpy(self._base), torch.from_numpy(self._delta))
         with self.lock:
             self._views.of(params).adopt_all()
-        if relayed is None:
-            relayed = len({p.device for p in params}) == 1 and params[0].device.type != "cpu"
-        self.relay = Relay(self, params) if relayed else None
         if relayed:
             self._views.forget()
+
+    def _memory(self) -> Array:
+        return np.empty(self.size, dtype=self.dtype) if self.relay is None else self.relay.memory()
 
     @property
     def chunks(self) -> int:
@@ -192,11 +198,14 @@ class Shadow:
 
     def _into(self, part: _Chunk, out: Array) -> None:
         span = slice(part.start, part.stop)
-        if part.dirty:
-            with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged: its peers refuse it
-                np.add(self._base[span], self._delta[span], out=out)
-        else:
-            np.copyto(out, self._base[span])
+        y = self._base[span]
+        with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged: its peers refuse it
+            if part.frozen:
+                y = np.add(y, self._frozen[span], out=out)
+            if part.dirty:
+                y = np.add(y, self._delta[span], out=out)
+        if y is not out:
+            np.copyto(out, y)
 
     def move(self, chunk: int, weight: float, *, mine: Array, theirs: Array, snapshot: int, note: bytes = b"") -> Moved:
         """delta[chunk] += weight (theirs - mine); refused as a whole when `theirs` is not finite."""
@@ -229,8 +238,12 @@ class Shadow:
     @property
     def age(self) -> int:
         """Steps since the oldest snapshot of what has landed and is not in the parameters yet."""
-        waiting = [landed.oldest for landed in (self.taken, *(part.landed for part in self._chunks)) if landed.chunks]
-        return self.steps - min(waiting, default=self.steps)
+        return self.steps - min((part.landed.oldest for part in self._chunks if part.landed.chunks), default=self.steps)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something has landed that is not in the parameters yet."""
+        return any(part.landed.chunks for part in self._chunks)
 
     @property
     def busy(self) -> bool:
@@ -243,7 +256,7 @@ class Shadow:
             return self.settle(params)
         if self.relay.busy():
             return Fold(skipped=True)
-        return self.relay.boundary(params) or Fold()
+        return self.relay.boundary(params)
 
     def settle(self, params: Sequence[torch.Tensor]) -> Fold:
         """y += u;  x <- y, complete when it returns: chunk by chunk, each under the lock."""
@@ -254,28 +267,31 @@ class Shadow:
             self.cross(chunk)
         return self.close_boundary(params)
 
-    def renew(self, x: Array) -> float:
-        """The half of a boundary that belongs to the shadow: `y += u`, with `x` the parameters as they arrived; then `x` is
-        overwritten by what exchanges have added, which is in the shadow and has yet to be added to the parameters
-        (`taken`). CPU seconds it took."""
-        begun = time.thread_time()
-        for part in self._chunks:
-            span = slice(part.start, part.stop)
-            with self.lock:
-                np.copyto(self._base[span], x[span])
-                if part.dirty:
-                    np.copyto(x[span], self._delta[span])
-                    self._base[span] += x[span]
-                    part.dirty = False
-                else:
-                    x[span] = 0
-                self.taken.add(part.take())
-        return time.thread_time() - begun
+    def freeze(self) -> tuple[Array, list[Span], Landings]:
+        """The first half of a relay's boundary: what has landed belongs to the parameters from now on. The memory it is in,
+        where in it, and what it is; the next exchanges write into the spare memory."""
+        landed = Landings()
+        with self.lock:
+            self._frozen, self._delta = self._delta, self._spare
+            for part in self._chunks:
+                part.frozen, part.dirty = part.dirty, False
+                landed.add(part.take())
+        return self._frozen, _runs([slice(part.start, part.stop) for part in self._chunks if part.frozen]), landed
 
-    def take(self) -> Landings:
-        """What `renew` took; it is in the parameters from now on."""
-        taken, self.taken = self.taken, Landings()
-        return taken
+    def merge(self) -> None:
+        """base += frozen, after which the frozen memory is free."""
+        for part in self._chunks:
+            if part.frozen:
+                span = slice(part.start, part.stop)
+                with self.lock:
+                    self._base[span] += self._frozen[span]
+                    part.frozen = False
+
+    def renew(self, step: int) -> None:
+        """The second half: the frozen memory now holds the parameters of this step and becomes the base."""
+        with self.lock:
+            self._base, self._spare = self._frozen, self._base
+            self.published = step
 
     def open_boundary(self, params: Sequence[torch.Tensor]) -> None:
         """The first part of a boundary: from here on every chunk is crossed, in any order."""
@@ -303,6 +319,7 @@ class Shadow:
         assert self._boundary is not None
         boundary, self._boundary = self._boundary, None
         boundary.views.write_back(params)
+        self.published = self.steps
         self.note(pack(Kind.LANDED))
         return boundary.landed.fold(self.steps, seconds=time.perf_counter() - boundary.begun)
 
@@ -402,6 +419,16 @@ class _Views:
 
 def _flat_views(part: _Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
     return [flat[start : start + b - a] for _, a, b, start in part.segments]
+
+
+def _runs(spans: list[slice]) -> list[slice]:
+    """Neighbouring spans as one."""
+    runs: list[slice] = []
+    for span in spans:
+        if runs and runs[-1].stop == span.start:
+            span = slice(runs.pop().start, span.stop)
+        runs.append(span)
+    return runs
 
 
 def _cut(sizes: list[int], per_chunk: int) -> list[_Chunk]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loosestep.comm.mailbox import in_flight
-from loosestep.comm.pace import AIM, FOLDING
+from loosestep.comm.pace import AIM, FOLDING, IDLE
 from loosestep.graphs import Gossip, permutation
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.costs import Costs, Nodes, Times
@@ -56,12 +56,14 @@ class Flights:
         self.learner = self.peer = self.step = np.empty(0, dtype=np.int64)
         self.done: Times = np.empty(0)
 
-    def forget(self, now: float) -> None:
-        """Those that have landed."""
+    def forget(self, now: float) -> Indices:
+        """Those that have landed; the learners they have landed at."""
         still = self.done > now
-        if not still.all():
+        landed = np.concatenate([self.learner[~still], self.peer[~still]])
+        if landed.size:
             self.learner, self.peer, self.step = self.learner[still], self.peer[still], self.step[still]
             self.done = self.done[still]
+        return landed
 
     def add(self, learner: Indices, peer: Indices, step: Indices, done: Times) -> None:
         """More."""
@@ -102,10 +104,13 @@ class GossipClocks:
         cores = min(1.0, machine.cores)
         self._paces = Paces(learners, rate=strategy.rate, share=strategy.cpu_share, cores=cores)
         self._fold_share = FOLDING * strategy.cpu_share * cores
+        self._fold_cost = machine.work(self._shard, passes=2)
         self._flights = Flights()
         self._uplink, self._backbone = np.zeros(len(topology.nodes)), 0.0  # when they have carried everything
         self._courier, self._used = np.zeros(learners), np.zeros(learners)  # when it is idle; its seconds of processor
         self._folded = np.full(learners, -np.inf)
+        self._published: Indices = np.full(learners, -1, dtype=np.int64)  # the step whose parameters peers meet
+        self._waiting = np.zeros(learners, dtype=bool)  # something has landed since the last fold
         self._at: Indices = np.arange(learners)  # the learners at a boundary
         self._due: Indices = np.zeros(learners, dtype=np.int64)  # their exchanges to begin
         self._made: Indices = np.zeros(learners, dtype=np.int64)
@@ -122,7 +127,7 @@ class GossipClocks:
         while left > 0:
             now = float(ready.min())
             self._at = np.arange(ready.size) if together else np.flatnonzero(ready <= now + shortest * (1 - 1e-9))
-            self._flights.forget(now)
+            self._waiting[self._flights.forget(now)] = True
             self._time[self._at] = ready[self._at] + self._machine.step / min(1.0, self._machine.cores)
             self._strategy.boundary(state, self)
             self._made[self._at] += 1
@@ -147,13 +152,17 @@ class GossipClocks:
     # The strategy's side (`Gossiping`) --------------------------------------------------------------------------------
 
     def fold(self) -> None:
-        """Costs two passes over the model, as often as its share of the time allows."""
-        cost = self._machine.work(self._shard, passes=2)
-        rested = self._time[self._at] - self._folded[self._at] >= cost / self._fold_share
-        folds = self._at[rested] if self._strategy.replica == "rank" else self._at
-        self._folded[folds] = self._time[folds]
-        self._time[folds] += cost
-        self._used[folds] += cost
+        """As often as its share of the time allows, which is less while nothing has landed."""
+        share = np.where(self._waiting[self._at], self._fold_share, IDLE * self._fold_share)
+        rested = self._time[self._at] - self._folded[self._at] >= self._fold_cost / share
+        self._land(self._at[rested] if self._strategy.replica == "rank" else self._at)
+
+    def _land(self, learners: Indices) -> None:
+        """Two passes over the model."""
+        self._folded[learners], self._published[learners] = self._time[learners], self._made[learners]
+        self._waiting[learners] = False
+        self._time[learners] += self._fold_cost
+        self._used[learners] += self._fold_cost
 
     def due(self) -> int:
         """The most that any learner here is to begin; `exchange` knows whose turn it is."""
@@ -171,6 +180,7 @@ class GossipClocks:
         begins, partners = begins[free], partners[free]
         if not begins.size:
             return
+        self._land(begins[self._published[begins] != self._made[begins]])
         done = np.maximum(self._carry(begins, partners), self._handle(begins, partners)) + self._delay
         self._flights.add(begins, partners, self._made[begins], done)
         self.exchanges += begins.size
