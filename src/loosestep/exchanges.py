@@ -231,8 +231,9 @@ class CollectiveEngine:
     ) -> Offer:
         self.state["exchanges"] += 1
         lane = None if lane is None or self._replica.sharded else lane % self._comm.topology.lanes
-        snapshot = self._replica.stage(self._learner.losses.take(), stay=self._stay)
-        return Offer(**vars(snapshot), form=form, lane=lane, wire=wire)
+        part = self._comm.part if lane is None else None
+        snapshot = self._replica.stage(self._learner.losses.take(), stay=self._stay, part=part)
+        return Offer(**vars(snapshot), form=form, lane=lane, wire=wire, part=part)
 
     def _land(self, landed: Landed, *, staleness: int) -> None:
         replicas = len(self._comm.topology.nodes)

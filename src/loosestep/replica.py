@@ -95,31 +95,41 @@ class Replica:
         sizes = [local(param).numel() for param in params]
         return Segment(dtype, list(params), sizes, padded=max(-(-sum(sizes) // multiple), 1) * multiple)
 
-    def stage(self, losses: tuple[torch.Tensor | float, int] = (0.0, 0), *, stay: bool = False) -> Snapshot:
+    def stage(
+        self,
+        losses: tuple[torch.Tensor | float, int] = (0.0, 0),
+        *,
+        stay: bool = False,
+        part: tuple[int, int] | None = None,
+    ) -> Snapshot:
         """Start to copy parameters, buffers and losses into the memory that the replica keeps for it; never waits.
-        `stay`: the parameters' is where they are."""
+        `stay`: the parameters' is where they are. `part`: only this row of the vector, of so many, is wanted."""
         if self._images is None:
             self._images = [Image(s.tensors, s.dtype, s.padded, self.staging) for s in self.segments]
             if self.floating:
                 size = sum(buffer.numel() for buffer in self.floating)
                 self._statistics = Image(self.floating, self._wide, size, self.staging)
         for segment, image in zip(self.segments, self._images, strict=True):
-            image.pack(segment.tensors)
-        leaving = [] if stay else [*self._images]
+            if part is None or self.staging.remote:
+                image.pack(segment.tensors)
+            else:
+                image.pack_row(segment.tensors, *part)
+        spans = [slice(None) if part is None else image.row(*part) for image in self._images]
+        leaving = [] if stay else [(i.host[at], i.near[at]) for i, at in zip(self._images, spans, strict=True)]
         if self._statistics is not None:
             self._statistics.pack(self.floating)
-            leaving.append(self._statistics)
+            leaving.append((self._statistics.host, self._statistics.near))
         loss = losses[0]
         if self.staging.remote and isinstance(loss, torch.Tensor) and loss.device == self.staging.device:
             self._loss = self._loss or Image([loss], loss.dtype, 1, self.staging)
             self._loss.pack([loss])
             loss = self._loss.host
-            leaving.append(self._loss)
+            leaving.append((self._loss.host, self._loss.near))
         return Snapshot(
             vector=[image.near if stay else image.host for image in self._images],
             buffers=self._statistics.host if self._statistics else torch.empty(0),
             losses=(loss, losses[1]),
-            ready=self.staging.send((i.host, i.near) for i in leaving) if self.staging.remote else nothing,
+            ready=self.staging.send(leaving) if self.staging.remote else nothing,
             near=stay,
             aside=partial(self.staging.aside, self.staging.mark()) if stay else nullcontext,
         )
@@ -185,6 +195,8 @@ class Replica:
     @torch.no_grad()
     def assign_buffers(self, packed: torch.Tensor) -> None:
         """Buffers are averaged and assigned, never folded: a delayed delta can make a variance negative."""
+        if not self.floating:
+            return
         if self._statistics is not None and packed is self._statistics.host:
             if self.staging.remote:
                 self.staging.fetch([(self._statistics.host, self._statistics.near)])

@@ -129,3 +129,25 @@ class Image:
     def pack(self, tensors: list[torch.Tensor]) -> None:
         """near <- tensors, on the current stream: a copy inside the device costs microseconds, and the tensors may change."""
         torch._foreach_copy_(self.views, tensors)
+
+    @torch.no_grad()
+    def pack_row(self, tensors: list[torch.Tensor], row: int, rows: int) -> None:
+        """The same for one row of the vector cut into so many."""
+        wanted = self.row(row, rows)
+        begin, targets, sources = 0, [], []
+        for view, tensor in zip(self.views, tensors, strict=True):
+            first, last = max(wanted.start - begin, 0), min(wanted.stop - begin, view.numel())
+            begin += view.numel()
+            if first == 0 and last == view.numel():
+                targets.append(view)
+                sources.append(tensor)
+            elif first < last:
+                targets.append(view.view(-1)[first:last])
+                sources.append(tensor.detach().reshape(-1)[first:last])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def row(self, row: int, rows: int) -> slice:
+        """Where a row of the vector is."""
+        width = self.near.numel() // rows
+        return slice(row * width, (row + 1) * width)

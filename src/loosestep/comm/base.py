@@ -84,7 +84,8 @@ class Offer:
     `form`: the result is the mean itself or the delta `mean - vector`. `lane`: None shards the vector over all lanes,
     a number sends it whole over that one. `wire`: the dtype that travels, None for the parameters' own. `settle`: the
     ranks of a node differ, so they are averaged first. `ready`: waits until the values have come from the device.
-    `near`: the vector has stayed there and is averaged there, inside `aside`.
+    `near`: the vector has stayed there and is averaged there, inside `aside`. `part`: the only row of the vector that holds
+    values, of so many; the exchange fills in the others.
     """
 
     vector: Vector
@@ -93,6 +94,7 @@ class Offer:
     lane: int | None = None
     wire: torch.dtype | None = None
     settle: bool = False
+    part: tuple[int, int] | None = None
     losses: tuple[torch.Tensor | float, int] = (0.0, 0)
     ready: Callable[[], None] = nothing
     near: bool = False
@@ -161,6 +163,8 @@ class Comm(Protocol):
     missed: Scope
     identical: bool
     member: Member | None
+    part: tuple[int, int] | None
+    """Row and number of rows: what this rank sends of a vector that is sharded over lanes; None for all of it."""
 
     def now(self) -> float:
         """The clock that events are stamped with."""

@@ -99,6 +99,7 @@ class Collective:
         self._shards = shards  # every rank of a node holds another part of the model: lanes have nothing to share
         self.member: Member | None = None
         self.step = 0  # the run keeps it current
+        self.part: tuple[int, int] | None = None
         self.missed: Scope = "rank"  # the widest scope whose gradients were averaged without us since we last met
         self.identical = False  # several replicas did exactly the same so far
         self._pulse, self._trace, self._now = world.pulse, trace, world.now
@@ -111,6 +112,8 @@ class Collective:
         self._x = Channels(
             "exchanges", world=world, replicas=topology, lanes=lanes, near_node=apart and not shards, near_lane=apart
         )
+        if lanes > 1 and not shards:
+            self.part = self._x.node.row(lanes), lanes
         self._g: Channels | None = None
         if averages_gradients:
             near = reach is not None and reach.gradients and len(mates) > 1 and reach.apart(mates)
@@ -186,8 +189,9 @@ class Collective:
         row[SEQUENCE], row[KIND], row[STEP], row[FINITE], row[LANE] = self._sequence, kind, self.step, 1, -1
         if offer is not None:
             offer.ready()
-            checksum = sum(float(tensor.sum()) for tensor in offer.vector)  # may overflow where every value is finite
-            finite = math.isfinite(checksum) or all(bool(t.isfinite().all()) for t in offer.vector)
+            values = offer.vector if offer.part is None else [_row(tensor, *offer.part) for tensor in offer.vector]
+            checksum = sum(float(tensor.sum()) for tensor in values)  # may overflow where every value is finite
+            finite = math.isfinite(checksum) or all(bool(t.isfinite().all()) for t in values)
             row[LOSS], row[COUNT] = float(offer.losses[0]), offer.losses[1]
             row[FINITE], row[CHECKSUM] = finite, checksum if math.isfinite(checksum) else 0.0
             row[LANE], row[WIRE] = -1 if offer.lane is None else offer.lane, WIRES.index(offer.wire)
@@ -428,6 +432,10 @@ class Collective:
         sent, between = channels.traffic()
         if sent:
             self._trace.emit("sent", bytes=sent, between_nodes=between)
+
+
+def _row(flat: torch.Tensor, row: int, rows: int) -> torch.Tensor:
+    return flat.view(rows, -1)[row]
 
 
 def _have(lane: Channel | None) -> Channel:
