@@ -98,7 +98,7 @@ def work() -> None:
     dist.all_reduce(torch.zeros(1))
     for round_ in range(settings["rounds"]):
         for compute, steps in settings["steps"].items():
-            for variant in VARIANTS[compute]:
+            for variant in settings["variants"][compute]:
                 seconds, waited = block(compute, variant, steps=steps, seed=round_)
                 mine = torch.tensor([steps / seconds, waited / seconds], dtype=torch.float64)
                 total = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -156,12 +156,13 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
         "emulated": "Emulated compute, 100 ms a step (sleeps inside the layers), a model of 4.2 MB",
         "real": "Real compute on this machine's cores, 8 Linear(1024, 1024), 33.6 MB, batch 64",
     }
+    variants = settings["variants"]
     for compute in settings["steps"]:
         speeds = {
-            v: [s["speed"] for s in said if (s["compute"], s["variant"]) == (compute, v)] for v in VARIANTS[compute]
+            v: [s["speed"] for s in said if (s["compute"], s["variant"]) == (compute, v)] for v in variants[compute]
         }
         waits = {
-            v: [s["waiting"] for s in said if (s["compute"], s["variant"]) == (compute, v)] for v in VARIANTS[compute]
+            v: [s["waiting"] for s in said if (s["compute"], s["variant"]) == (compute, v)] for v in variants[compute]
         }
         rows = [
             [
@@ -171,7 +172,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
                 ratios(speeds[variant], speeds[DDP]).text(".2f"),
                 f"{Spread(tuple(waits[variant])).median:.0%}" if variant not in (FREE, DDP, TUNED_DDP) else "",
             ]
-            for variant in VARIANTS[compute]
+            for variant in variants[compute]
         ]
         headers = ["", "gradients/s", "of no communication", "times DDP", "waiting"]
         parts += [f"**{titles[compute]}.**\n", table(headers, rows), ""]
@@ -193,10 +194,13 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=list(VARIANTS), help="one kind of compute")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--variants", nargs="+", help="only these, beside no communication and DDP")
     chosen = parser.parse_args()
     steps = {"emulated": 8, "real": 4} if chosen.quick else {"emulated": 24, "real": 12}
     steps = {compute: count for compute, count in steps.items() if chosen.only in (None, compute)}
-    settings = {"rounds": chosen.rounds or (1 if chosen.quick else 5), "steps": steps}
+    wanted = {*(chosen.variants or [v for vs in VARIANTS.values() for v in vs]), FREE, DDP}
+    variants = {compute: [v for v in VARIANTS[compute] if v in wanted] for compute in steps}
+    settings = {"rounds": chosen.rounds or (1 if chosen.quick else 5), "steps": steps, "variants": variants}
     where = machine()
     print(where, flush=True)
     said = run_ranks(

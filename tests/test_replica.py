@@ -48,6 +48,24 @@ def test_the_snapshot_is_padded_to_the_multiple_and_split_by_dtype():
     assert all(t.numel() % 8 == 0 for t in vector)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_snapshot_of_one_row_has_that_row_of_the_whole_and_touches_no_other(rows):
+    model = Odd()
+    replica = Replica(model, multiple=8)
+    whole = replica.snapshot(keep=False)
+    for row in range(rows):
+        for flat in replica.snapshot():
+            flat.fill_(9)
+        for flat, all_of_it in zip(replica.stage(part=(row, rows)).vector, whole, strict=True):
+            mine, others = flat.view(rows, -1)[row], [r for r in range(rows) if r != row]
+            used = sum(p.numel() for p in replica.params if p.dtype == flat.dtype)  # what follows is padding
+            width = flat.numel() // rows
+            filled = max(min(used - row * width, width), 0)
+            assert torch.equal(mine[:filled], all_of_it.view(rows, -1)[row][:filled])
+            assert (mine[filled:] == 9).all()
+            assert (flat.view(rows, -1)[others] == 9).all()
+
+
 def test_strides_are_kept():
     model = Odd()
     replica = Replica(model)

@@ -187,6 +187,29 @@ def test_nan_on_one_rank_is_not_spread():
         assert "parameters of rank 1 contain NaN or Inf at step 1: nothing was exchanged" in message
 
 
+def poisoned_node(rank: int, row: int):
+    """After its step a node has NaN in the half of the model that local rank `row` sends."""
+    model = linear()
+    optimizer = sgd(model)
+
+    def poison(*_):
+        if rank in GRID.nodes[1]:
+            (model.bias if row else model.weight).data.view(-1)[-row] = float("nan")
+
+    optimizer.register_step_post_hook(poison)
+    with loosestep.attach(model, optimizer, "daso:period=1,delay=0", topology=GRID, deadline=5):
+        try:
+            one_step(model, optimizer, rank, 0)
+        finally:
+            assert rank in GRID.nodes[1] or not flat(model).isnan().any()
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_nan_of_a_node_is_found_by_the_rank_that_would_send_it(row):
+    for message in errors(4, poisoned_node, row=row):
+        assert f"parameters of rank {2 + row} contain NaN or Inf at step 1: nothing was exchanged" in message
+
+
 def same_data(rank: int, spec: str, topology: list[list[int]]):
     model = linear()
     optimizer = sgd(model)
