@@ -221,7 +221,7 @@ def section(results: Sequence[Result], chosen: argparse.Namespace) -> str:
     options = " ".join(f"{key}={value}" for key, value in chosen.options.items())
     machines = "; ".join(sorted({result["where"] for result in results}))
     return (
-        f"## Four ranks train to the end on one {chosen.device} device: speed and quality of the same runs\n\n{table(header, rows)}\n\n"
+        f"## Four ranks train to the end on one {chosen.device} device, {chosen.recipe}: speed and quality of the same runs\n\n{table(header, rows)}\n\n"
         f"Written by `benchmarks/gpu_quality.py`: the {chosen.recipe} recipe on {data} with {options}, {chosen.gradients} gradients of all ranks; "
         f"processes over gloo and the loopback, {chosen.threads} threads each, nothing beside them. Quality: mean (least-most) over the seeds, of the model that `finish()` leaves on all ranks; the difference seed by seed. Speed: median (least-most), from the "
         f"time all ranks have made {WARM:.0%} of their steps until the first has made its last; ratios within a round (a seed). Start-up, evaluation "
