@@ -43,10 +43,13 @@ def test_a_round_that_failed_does_not_decide_a_claim(tmp_path: Path) -> None:
         "torch DDP": [60.0, 60.0, 60.0],
         "daso:period=4,delay=1": [float("nan"), 80.0, 90.0],
         "delay-by-one:replica=node": [70.0, 70.0, 70.0],
+        "adpsgd:topology=ring": [99.0, 99.0, 99.0],
     }
     lines = [{"case": "500 Mbit/s", "peer": peer, "speeds": found} for peer, found in speeds.items()]
     (tmp_path / "throughput-main.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert measured(tmp_path)["throughput-main"].startswith("`daso:period=4,delay=1` 85.0%,")
+    assert measured(tmp_path)["throughput-main"].startswith(
+        "`daso:period=4,delay=1` 85.0%, `delay-by-one:replica=node` 70.0%, `adpsgd:topology=ring` 99.0%"
+    )
 
 
 def test_whoever_never_gets_there_is_not_named_as_the_best(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Faults that meet each other: a stop and a slowdown, two partitions, a partition and the end of the job."""
 
 import socket
+import signal
 import sys
 import threading
 import time
@@ -49,6 +50,17 @@ def test_a_rank_goes_on_when_the_last_of_two_stops_ends() -> None:
         wait_for(rank.pid, "T")
         rank.let_go("two")
         wait_for(rank.pid, "RS")
+
+
+def test_a_rank_that_stands_still_is_ended_as_any_other() -> None:
+    with start(PAUSE) as job:
+        rank = job.ranks[0]
+        rank.expect("ready")
+        for holder in ("one", "two"):
+            rank.hold(holder)
+        wait_for(rank.pid, "T")
+        job.stop()
+        assert job.wait(10).returncodes == (-signal.SIGTERM,)  # it did not take SIGKILL
 
 
 def test_what_a_rank_started_stands_still_with_it() -> None:
