@@ -28,7 +28,7 @@ STRETCH = {1: 1.0, 4: 2.0, 32: 6.0}  # how much longer: one exchange of a large 
 COMPUTE, SLOWER = 0.02, 10
 QUIET_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 """Memory that a step has freed stays with the process: whether the C library hands it back to the kernel on every step is a matter of
-chance, and costs a step of 32 MB a fifth of its time."""
+chance, and costs a step of 32 MB a sixth of its time."""
 
 
 def work() -> None:
