@@ -148,7 +148,7 @@ class Mailbox:
             return flying
         pending = self._exchanges[peer] = Pending()
         begin = partial(self._tell_courier, lambda: self._courier.exchange(peer, weight, pending))
-        begin() if self._shadow.relay is None else self._shadow.relay.when_published(begin)
+        self._shadow.when_published(begin)
         return pending
 
     def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,15 +55,6 @@ class Fold:
     staleness_max: int = 0
     seconds: float = 0.0
     skipped: bool = False  # folding would have cost too large a share of the time: it comes with a later step
-
-    def absorb(self, other: Fold) -> Fold:
-        """Both together."""
-        chunks = self.chunks + other.chunks
-        total = self.staleness_mean * self.chunks + other.staleness_mean * other.chunks
-        self.staleness_mean = total / chunks if chunks else 0.0
-        self.staleness_max = max(self.staleness_max, other.staleness_max)
-        self.chunks, self.seconds = chunks, self.seconds + other.seconds
-        return self
 
 
 @dataclass(slots=True)
@@ -249,6 +240,13 @@ class Shadow:
     def busy(self) -> bool:
         """Whether a boundary now would have to wait for the last one."""
         return self.relay is not None and self.relay.busy()
+
+    def when_published(self, task: Callable[[], None]) -> None:
+        """Do something as soon as the parameters of the last boundary are here: at once, unless they are on their way."""
+        if self.relay is None:
+            task()
+        else:
+            self.relay.when_published(task)
 
     def boundary(self, params: Sequence[torch.Tensor]) -> Fold:
         """y += u;  x <- y. Through a relay it is begun, and skipped while the last one is under way."""
