@@ -11,6 +11,7 @@ from mailboxes import KEY, QUICK, cluster, die_at, start_vector, wait_until
 
 from loosestep.comm.courier import Timing
 from loosestep.comm.mailbox import CHUNK_BYTES
+from loosestep.comm.shadow import Shadow
 from loosestep.comm.wire import Kind, Topic
 
 # ---- exchanging
@@ -381,6 +382,22 @@ def test_a_peer_meets_the_parameters_of_the_step_at_which_the_exchange_begins():
         assert not c.boxes[0].publish(c.params[0]).skipped
         assert c.boxes[0].publish(c.params[0]).skipped  # they are there
         c.exchange(0, 1)
+        np.testing.assert_allclose(c.flat(0), c.flat(1))
+        np.testing.assert_allclose(c.flat(0) + c.flat(1), c.start.numpy() + 8)
+
+
+def test_an_exchange_begins_when_the_parameters_have_come_from_their_accelerator(monkeypatch):
+    monkeypatch.setattr("loosestep.comm.mailbox.Shadow", lambda *args, **kw: Shadow(*args, **{**kw, "relayed": True}))
+    with cluster(2, fold_share=1e9) as c:
+        arrived, staging = threading.Event(), c.boxes[0]._shadow.relay._staging
+        send = staging.send
+        monkeypatch.setattr(staging, "send", lambda *pairs, **after: (arrived.wait(10), send(*pairs, **after))[1])
+        c.params[0][0] += 8
+        c.boxes[0].boundary(c.params[0])
+        pending = c.boxes[0].exchange(1)
+        assert not pending.wait(0.2)
+        arrived.set()
+        assert pending.wait(10)
         np.testing.assert_allclose(c.flat(0), c.flat(1))
         np.testing.assert_allclose(c.flat(0) + c.flat(1), c.start.numpy() + 8)
 
