@@ -19,7 +19,7 @@ demo: $(READY)
 	$(BIN)/loosestep demo
 
 test: $(READY)
-	$(BIN)/python -m pytest --reruns 2 # tests with real processes and deadlines may lose a race on a busy machine
+	$(BIN)/python -m pytest --reruns 3 --reruns-delay 3 -rR # tests with real processes and deadlines may lose a race on a busy machine
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -6,7 +6,9 @@ import signal
 import socket
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import ledger
 import numpy as np
@@ -37,10 +39,10 @@ def said(rank: launch.Rank, key: str):
 
 
 def pace(rank: launch.Rank, since: float, until: float) -> float:
-    """Steps per second in a span of time, from the rank's own reports."""
+    """Steps per second in a span of time, from the rank's own reports; the median, for `gaps` finds the outliers."""
     beats = [json.loads(line) for line in list(rank.output) if '"at"' in line]
     inside = [beat for beat in beats if since <= beat["at"] <= until]
-    return (inside[-1]["step"] - inside[0]["step"]) / (inside[-1]["at"] - inside[0]["at"]) if len(inside) > 1 else 0.0
+    return median((after["step"] - before["step"]) / (after["at"] - before["at"]) for before, after in pairwise(inside))
 
 
 def survivors(job: launch.Job, *gone: int) -> list[launch.Rank]:
