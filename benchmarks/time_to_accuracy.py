@@ -71,7 +71,7 @@ PLANS = {
 }
 STEP = 2.5  # from one learning rate to the next
 FARTHEST = 3  # steps from where the search begins
-LEFT_OUT = ("accelerate", "complete", "allreduce", "adpsgd:topology=pairs", "hivemind", "hierarchical")
+LEFT_OUT = ("accelerate", "complete", "allreduce", "localsgd:period=4", "daso-paper", "pairs", "hivemind", "hierarchical")
 QUICK = ("torch DDP", "daso:period=4,delay=1")
 Curves = dict[tuple[str, str], list[list[float]]]
 """By bandwidth and peer: a list of qualities a seed, one every `Plan.every` seconds."""

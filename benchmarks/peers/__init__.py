@@ -70,6 +70,7 @@ LINEUP: list[Peer] = [
     _ours("allreduce"),
     _ours("localsgd:period=4", 4),
     _ours("daso:period=4,delay=1", 4),
+    _ours("daso:period=8,delay=4", 8),
     _ours("daso-paper:period=4", 4),
     _ours("delay-by-one:replica=node"),
     _ours("adpsgd:topology=ring"),

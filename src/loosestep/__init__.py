@@ -6,7 +6,7 @@ from loosestep.attach import attach
 from loosestep.comm.base import CommError, LostPeer
 from loosestep.mesh import node_mesh
 from loosestep.run import Run
-from loosestep.strategies import ADPSGD, DASO, AllReduce, DelayByOne, LocalSGD, Strategy, strategy
+from loosestep.strategies import ADPSGD, DASO, AllReduce, DelayByOne, DiLoCo, LocalSGD, Strategy, strategy
 from loosestep.topology import Topology
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "Cluster",
     "CommError",
     "DelayByOne",
+    "DiLoCo",
     "LocalSGD",
     "LostPeer",
     "Run",

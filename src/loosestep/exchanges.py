@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from loosestep.comm.base import Comm, Invitation, Kind, Landed, Offer, Parcel, Pending, Scope, Vector
+from loosestep.comm.base import Comm, Invitation, Kind, Landed, Offer, Outer, Parcel, Pending, Scope, Vector
 from loosestep.comm.world import World
 from loosestep.gradients import GradientAverager, Plain
 from loosestep.inside import averages_gradients
@@ -26,7 +26,7 @@ class Flight:
 
 
 class CollectiveEngine:
-    """Drives AllReduce, LocalSGD, DASO and DelayByOne over a `Comm`; is their `Exchanges` and the comm's `Member`."""
+    """Drives the strategies that are no gossip over a `Comm`; is their `Exchanges` and the comm's `Member`."""
 
     def __init__(self, learner: Learner, *, world: World, comm: Comm) -> None:
         self._learner, self._world, self._comm = learner, world, comm
@@ -36,7 +36,7 @@ class CollectiveEngine:
         self.averager: GradientAverager | None = None
         comm.member = self
         align(learner, comm)
-        self._strategy.prepare(self.state, self._replica)
+        self._strategy.prepare(self.state, self._replica, comm.part)
         if averages_gradients(learner.inside, self._strategy, world.topology):
             self.averager = GradientAverager(
                 self._replica.params,
@@ -146,11 +146,16 @@ class CollectiveEngine:
         return None if self._flight is None else self._flight.step
 
     def start(
-        self, *, form: Literal["mean", "delta"] = "delta", lane: int | None = None, vector: Vector | None = None
+        self,
+        *,
+        form: Literal["mean", "delta"] = "delta",
+        lane: int | None = None,
+        vector: Vector | None = None,
+        outer: Outer | None = None,
     ) -> None:
         """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the background."""
         assert self._flight is None, "an exchange is folded before the next one starts"
-        offer = self._offer(form=form, lane=lane)
+        offer = self._offer(form=form, lane=lane, outer=outer)
         if vector is not None:
             offer.ready()
             torch._foreach_copy_(offer.vector, vector)
@@ -204,8 +209,8 @@ class CollectiveEngine:
         if self._flight is not None:
             self.fold()
         if invitation.kind is Kind.EXCHANGE:
-            form: Literal["mean", "delta"] = self._strategy.form(self.state).get("form", "delta")
-            offer = self._offer(form=form, lane=invitation.lane, wire=invitation.wire)
+            form = {**self._strategy.form(self.state), "lane": invitation.lane, "wire": invitation.wire}
+            offer = self._offer(**form)
             self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
             landed = self._comm.average(offer)
             self.trace.emit("landed", seconds=landed.seconds)
@@ -227,13 +232,18 @@ class CollectiveEngine:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _offer(
-        self, *, form: Literal["mean", "delta"], lane: int | None = None, wire: torch.dtype | None = None
+        self,
+        *,
+        form: Literal["mean", "delta"] = "delta",
+        lane: int | None = None,
+        wire: torch.dtype | None = None,
+        outer: Outer | None = None,
     ) -> Offer:
         self.state["exchanges"] += 1
         lane = None if lane is None or self._replica.sharded else lane % self._comm.topology.lanes
         part = self._comm.part if lane is None else None
         snapshot = self._replica.stage(self._learner.losses.take(), stay=self._stay, part=part)
-        return Offer(**vars(snapshot), form=form, lane=lane, wire=wire, part=part)
+        return Offer(**vars(snapshot), form=form, lane=lane, wire=wire, part=part, outer=outer)
 
     def _land(self, landed: Landed, *, staleness: int) -> None:
         replicas = len(self._comm.topology.nodes)
@@ -307,14 +317,14 @@ class CollectiveEngine:
         return {
             "vector": self._replica.snapshot(keep=False),
             "optimizers": [localise(optimizer.state_dict()) for optimizer in self._learner.optimizers],
-            "state": self.state,
+            "state": {key: value for key, value in self.state.items() if key != "outer"},
         }
 
     def _take_over(self, whole: dict[str, Any]) -> None:
         self._replica.assign(whole["vector"])
         for optimizer, state in zip(self._learner.optimizers, whole["optimizers"], strict=True):
             load_localised(optimizer, state)
-        self._learner.state = whole["state"]
+        self._learner.state = {**self.state, **whole["state"]}  # an outer optimizer has missed no exchange
         self._comm.step = self.state["step"]
 
     def _widest(self, scope: Scope) -> Scope:

@@ -127,13 +127,14 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to resume exactly, beside the model and the optimizers. Differs between ranks."""
+        engine = self._engine.save()  # first: what is in flight may change the strategy's state
         return {
             "version": VERSION,
             "strategy": str(self.strategy),
             "state": copy.deepcopy(self.state),
             "losses": [float(self._learner.losses.sum), self._learner.losses.count],
             "steps": self.trace.totals.steps,
-            **self._engine.save(),
+            **engine,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

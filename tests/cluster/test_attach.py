@@ -57,6 +57,7 @@ SPECS = [
     "delay-by-one",
     "localsgd:start=3",
     "localsgd:replica=node,local_period=2,period=2",
+    "diloco:period=2,delay=1",
 ]
 
 
@@ -82,6 +83,7 @@ def test_a_run_from_attach_to_finish(spec):
         ("localsgd:period=2", 3, 0),
         ("localsgd:period=3,delay=2", 2, 2),
         ("daso:period=2,delay=2", 3, 2),
+        ("diloco:period=3,delay=2", 2, 2),
         ("delay-by-one", 7, 1),
     ],
 )
@@ -106,7 +108,7 @@ def alone(rank: int, spec: str):
     return torch.equal(flat(model), flat(reference))
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s != "daso-paper"])
+@pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith(("daso-paper", "diloco"))])
 def test_a_world_of_one_trains_as_if_nothing_was_attached(spec):
     assert ranks(1, alone, spec=spec) == [True]
 
@@ -237,6 +239,7 @@ def resumed(rank: int, spec: str, cut: int, total: int = 9):
     [
         "daso:period=3,delay=2",
         "localsgd:period=2,delay=1",
+        "diloco:period=3,delay=2,replica=node",
         "delay-by-one",
         "daso:window=2,period=2,warmup=2,cooldown=3,total=9",
         "daso-paper:epoch=3",

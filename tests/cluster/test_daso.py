@@ -127,6 +127,8 @@ SPECS = [
     "localsgd:period=4,delay=2",
     "localsgd:period=3,start=5",
     "localsgd:replica=node,period=2,local_period=2",
+    "diloco:period=3",
+    "diloco:period=4,delay=2,replica=node",
     "daso",
     "daso:period=5,delay=3",
     "daso:period=4,delay=2,window=3,patience=1,warmup=3,cooldown=4,total=20",

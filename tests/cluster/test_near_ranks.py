@@ -102,6 +102,7 @@ LANES = {"LOOSESTEP_LANES": "nccl"}
         ("daso-paper:period=2,warmup=2", [[0, 1], [2, 3]]),
         ("daso:period=2", [[0, 1, 2], [3]]),
         ("localsgd:period=2,delay=1", [[0, 1], [2, 3]]),
+        ("diloco:period=2,delay=1,replica=node", [[0, 1], [2, 3]]),
         ("delay-by-one", [[0], [1], [2], [3]]),
         ("daso:period=3,cooldown=4,total=8", [[0, 1], [2, 3]]),
     ],

@@ -40,6 +40,7 @@ SPECS = [
     "allreduce",
     "localsgd:period=2",
     "localsgd:period=3,delay=2",
+    "diloco:period=2,delay=1,replica=node",
     "daso:period=2",
     "daso-paper:period=2",
     "delay-by-one",

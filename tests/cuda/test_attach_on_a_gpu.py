@@ -11,7 +11,14 @@ from torch import nn
 import loosestep
 
 pytestmark = [needs_cuda, pytest.mark.timeout(90)]
-LOOPS = ["daso:period=2,delay=1", "daso:period=4,delay=3", "localsgd:period=3,delay=2", "delay-by-one", "adpsgd"]
+LOOPS = [
+    "daso:period=2,delay=1",
+    "daso:period=4,delay=3",
+    "localsgd:period=3,delay=2",
+    "diloco:period=3,delay=2",
+    "delay-by-one",
+    "adpsgd",
+]
 
 
 def net():

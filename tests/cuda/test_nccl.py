@@ -173,7 +173,9 @@ def test_gradients_that_stay_on_a_device_are_those_over_the_host(uneven):
         assert traffic["inside"] > 0
 
 
-@pytest.mark.parametrize("spec", ["daso:period=2,delay=1", "localsgd:period=2,delay=2", "delay-by-one"])
+@pytest.mark.parametrize(
+    "spec", ["daso:period=2,delay=1", "localsgd:period=2,delay=2", "diloco:period=2,delay=1", "delay-by-one"]
+)
 def test_lanes_that_stay_on_a_device_are_those_over_the_host(spec):
     arguments = {"spec": spec, "nodes": [[0], [1]], "uneven": True}
     ours = ranks(2, stay, ways={"LOOSESTEP_LANES": "nccl"}, **arguments)

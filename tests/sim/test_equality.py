@@ -16,6 +16,8 @@ SPECS = [
     "allreduce",
     "localsgd:period=3",
     "localsgd:period=2,local_period=2,replica=node,start=3",
+    "diloco:period=3,delay=2",
+    "diloco:period=2,replica=node",
     "daso:period=3,delay=1,warmup=2,cooldown=3,total=13",
     "daso-paper:period=2",
     "delay-by-one:older_gradient=true",

@@ -19,6 +19,7 @@ MEANING = {
     "daso-paper": "daso as it was published",
     "adpsgd": "gossip: average with one neighbour at a time; nobody waits",
     "delay-by-one": "models are averaged while the next gradient is computed",
+    "diloco": "as localsgd, and the averages have a momentum: rare exchanges",
 }
 
 DATA = """\

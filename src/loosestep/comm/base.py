@@ -22,6 +22,8 @@ from loosestep.topology import Topology
 T = TypeVar("T")
 Vector = list[torch.Tensor]  # one flat tensor per dtype
 Scope = Literal["rank", "node", "world"]
+Outer = Callable[[int, slice, torch.Tensor], torch.Tensor]
+"""(number of the tensor, part of what this rank averages of it, mean) -> what the replicas become instead of the mean."""
 
 
 class Kind(IntEnum):
@@ -85,7 +87,7 @@ class Offer:
     a number sends it whole over that one. `wire`: the dtype that travels, None for the parameters' own. `settle`: the
     ranks of a node differ, so they are averaged first. `ready`: waits until the values have come from the device.
     `near`: the vector has stayed there and is averaged there, inside `aside`. `part`: the only row of the vector that holds
-    values, of so many; the exchange fills in the others.
+    values, of so many; the exchange fills in the others. `outer`: what is made of the mean before it is used.
     """
 
     vector: Vector
@@ -95,6 +97,7 @@ class Offer:
     wire: torch.dtype | None = None
     settle: bool = False
     part: tuple[int, int] | None = None
+    outer: Outer | None = None
     losses: tuple[torch.Tensor | float, int] = (0.0, 0)
     ready: Callable[[], None] = nothing
     near: bool = False

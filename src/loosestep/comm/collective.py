@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +85,7 @@ class Channels:
 
 
 class Collective:
-    """The `Comm` of AllReduce, LocalSGD, DASO and DelayByOne."""
+    """The `Comm` of every strategy that is no gossip."""
 
     def __init__(
         self,
@@ -210,7 +212,7 @@ class Collective:
                 "Lower the learning rate or clip gradients; the other ranks' parameters are intact"
             )
         with self._x.world.watched() if offer.near else nullcontext():
-            spread = sum(self._average_tensor(tensor, offer) for tensor in offer.vector)
+            spread = sum(self._average_tensor(number, tensor, offer) for number, tensor in enumerate(offer.vector))
         total = add_up(self._x.world.gather(torch.tensor([spread], dtype=torch.float64)))
         buffers = self._average_buffers(offer.buffers)
         self._report(self._x)
@@ -224,8 +226,9 @@ class Collective:
             steps=rows[:, STEP].long().tolist(),
         )
 
-    def _average_tensor(self, tensor: torch.Tensor, offer: Offer) -> float:
+    def _average_tensor(self, number: int, tensor: torch.Tensor, offer: Offer) -> float:
         """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's part of the spread."""
+        outer = None if offer.outer is None else partial(offer.outer, number)
         wire = tensor if offer.wire is None else tensor.to(offer.wire)
         node, lane = self._x.node, self._x.lane
         if offer.near:
@@ -236,12 +239,12 @@ class Collective:
                 piece.copy_(ordered_sum(node.gather(piece).unbind(0)).div_(node.size))
         spread = 0.0
         if self._shards:
-            spread = self._average_lane(wire, _have(lane), delta=delta)
+            spread = self._average_lane(wire, _have(lane), delta=delta, outer=outer)
         elif offer.lane is None:
             shards = wire.view(self._x.lanes, -1)
             mine = shards[node.row(self._x.lanes)]
             if lane is not None:
-                spread = self._average_lane(mine, lane, delta=delta)
+                spread = self._average_lane(mine, lane, delta=delta, outer=outer)
             if node.size > 1:
                 for piece in shards.split(PIECE, 1):
                     node.share(piece)
@@ -253,14 +256,26 @@ class Collective:
             tensor.copy_(wire)
         return spread
 
-    def _average_lane(self, flat: torch.Tensor, lane: Channel, *, delta: bool) -> float:
+    def _average_lane(
+        self,
+        flat: torch.Tensor,
+        lane: Channel,
+        *,
+        delta: bool,
+        outer: Callable[[slice, torch.Tensor], torch.Tensor] | None = None,
+    ) -> float:
         """Piece by piece, so that the extra memory is bounded."""
         weight = 1 if self._weights is None else self._weights[lane.index]
         norms = []  # read at the end: on a device that is the only wait
-        for piece in flat.split(max(PIECE // lane.size, 1) * lane.size):
+        length = max(PIECE // lane.size, 1) * lane.size
+        for begin, piece in zip(range(0, flat.numel(), length), flat.split(length), strict=True):
             mean = lane.mean(piece, self._weights, self._total)
             torch.sub(mean, piece, out=piece)
             norms.append(torch.linalg.vector_norm(piece))
+            if outer is not None:
+                goal = outer(slice(begin, begin + piece.numel()), mean)
+                piece.add_(goal - mean)
+                mean = goal
             if not delta:
                 piece.copy_(mean)
         spread = 0.0

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from loosestep.comm.base import Landed, Scope, Vector
+from loosestep.comm.base import Landed, Outer, Scope, Vector
 from loosestep.gradients import fill_buckets
 from loosestep.replica import Replica
 from loosestep.sim.cluster import FORWARD
@@ -135,7 +135,12 @@ class CollectiveClocks:
         return None if self._flight is None else self._flight.step
 
     def start(
-        self, *, form: Literal["mean", "delta"] = "delta", lane: int | None = None, vector: Vector | None = None
+        self,
+        *,
+        form: Literal["mean", "delta"] = "delta",
+        lane: int | None = None,
+        vector: Vector | None = None,
+        outer: Outer | None = None,
     ) -> None:
         """Leaves when the last rank is here."""
         self.clock = self.clock + self._costs.snapshot(self._size)

@@ -13,9 +13,10 @@ from loosestep.strategies.allreduce import AllReduce
 from loosestep.strategies.base import Strategy
 from loosestep.strategies.daso import DASO
 from loosestep.strategies.delaybyone import DelayByOne
+from loosestep.strategies.diloco import DiLoCo
 from loosestep.strategies.localsgd import LocalSGD
 
-__all__ = ["ADPSGD", "DASO", "AllReduce", "DelayByOne", "LocalSGD", "Strategy", "strategy"]
+__all__ = ["ADPSGD", "DASO", "AllReduce", "DelayByOne", "DiLoCo", "LocalSGD", "Strategy", "strategy"]
 
 STRATEGIES: dict[str, tuple[type[Strategy], Callable[..., Strategy]]] = {
     "allreduce": (AllReduce, AllReduce),
@@ -24,6 +25,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], Callable[..., Strategy]]] = {
     "daso-paper": (DASO, DASO.paper),
     "adpsgd": (ADPSGD, ADPSGD),
     "delay-by-one": (DelayByOne, DelayByOne),
+    "diloco": (DiLoCo, DiLoCo),
 }
 
 

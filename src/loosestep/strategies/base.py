@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from loosestep.comm.base import Landed, Scope, Vector
+from loosestep.comm.base import Landed, Outer, Scope, Vector
 from loosestep.replica import Replica
 
 State = dict[str, Any]
@@ -25,9 +25,15 @@ class Exchanges(Protocol):
         """The step at which the exchange in flight was started, None without one."""
 
     def start(
-        self, *, form: Literal["mean", "delta"] = "delta", lane: int | None = None, vector: Vector | None = None
+        self,
+        *,
+        form: Literal["mean", "delta"] = "delta",
+        lane: int | None = None,
+        vector: Vector | None = None,
+        outer: Outer | None = None,
     ) -> None:
-        """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the background."""
+        """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the background. `outer` makes
+        of their mean what they become."""
 
     def fold(self) -> None:
         """Wait for the exchange in flight and hand it to the strategy's `land`."""
@@ -87,8 +93,9 @@ class Strategy:
         """The state before the first step."""
         return {"step": 0, "exchanges": 0}
 
-    def prepare(self, state: State, replica: Replica) -> None:
-        """Called once, when all replicas hold the same parameters."""
+    def prepare(self, state: State, replica: Replica, part: tuple[int, int] | None = None) -> None:
+        """Called once, when all replicas hold the same parameters. `part`: the only row of the vector, of so many, that
+        this rank exchanges itself."""
 
     def truth(self, state: State, replica: Replica) -> Vector:
         """The parameters this replica stands for (in new memory): those of the model, unless some are held back."""

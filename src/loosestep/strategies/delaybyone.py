@@ -31,7 +31,7 @@ class DelayByOne(Strategy):
             isinstance(self.older_gradient, bool), f"older_gradient must be true or false, got {self.older_gradient!r}"
         )
 
-    def prepare(self, state: State, replica: Replica) -> None:
+    def prepare(self, state: State, replica: Replica, part: tuple[int, int] | None = None) -> None:
         """x_{-1} = x_0"""
         if self.older_gradient:
             state["behind"] = replica.snapshot(keep=False)

@@ -69,7 +69,7 @@ def test_evaluation_leaves_the_mode_and_the_statistics_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "vgg"}, "option model must be one of resnet20, resnet18, resnet50"),
+        ({"model": "vgg"}, "option model must be one of resnet8, resnet20, resnet18, resnet50"),
         ({"batch": "0"}, "option batch must be at least 1, got 0"),
         ({"width": "-1"}, "option width must be positive"),
         ({"crop": "-1"}, "option crop must be at least 0"),

@@ -12,7 +12,7 @@ def parameters(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("resnet20", 0.27), ("resnet18", 11.17), ("resnet50", 23.5)],
+    [("resnet8", 0.078), ("resnet20", 0.27), ("resnet18", 11.17), ("resnet50", 23.5)],
 )
 def test_sizes_are_the_published_ones(name: str, millions: float) -> None:
     with torch.device("meta"):
@@ -43,5 +43,5 @@ def test_group_norm_keeps_no_statistics() -> None:
 
 
 def test_an_unknown_network_is_refused() -> None:
-    with pytest.raises(ValueError, match="model must be one of resnet20, resnet18, resnet50, got 'vgg'"):
+    with pytest.raises(ValueError, match="model must be one of resnet8, resnet20, resnet18, resnet50, got 'vgg'"):
         resnet("vgg", channels=3, classes=10)

@@ -37,7 +37,7 @@ class VisionOptions:
     """What `--set` can change. The training settings are the DASO authors' unless said otherwise."""
 
     preset: str = option("digits", "defaults for the size of the problem", ("digits", "small", "paper"))
-    model: str = option("resnet20", "the network", ("resnet20", "resnet18", "resnet50"))
+    model: str = option("resnet20", "the network", ("resnet8", "resnet20", "resnet18", "resnet50"))
     width: float = option(1.0, "multiplies the channels")
     norm: str = option("group", "normalisation layers", ("group", "batch"))
     batch: int = option(32, "images per gradient")

@@ -106,8 +106,9 @@ class ResNet(nn.Module):
 def resnet(
     name: str, *, channels: int, classes: int, width: float = 1.0, norm: NormKind = "group", large_images: bool = False
 ) -> ResNet:
-    """`resnet20`, `resnet18` or `resnet50`; `width` multiplies the channels (.5: half as many)."""
+    """`resnet8`, `resnet20`, `resnet18` or `resnet50`; `width` multiplies the channels (.5: half as many)."""
     shapes = {
+        "resnet8": ((16, 32, 64), (1, 1, 1), basic_block),
         "resnet20": ((16, 32, 64), (3, 3, 3), basic_block),
         "resnet18": ((64, 128, 256, 512), (2, 2, 2, 2), basic_block),
         "resnet50": ((64, 128, 256, 512), (3, 4, 6, 3), bottleneck_block),
