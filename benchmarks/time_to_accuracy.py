@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 
 from common import Spread, table
 from harness import tasks
-from harness.cluster import Block, Cluster
+from harness.cluster import QUIET, Block, Cluster
 from harness.script import RAW, finish, keep, lineup, machine, parser, partial, plot, progress, require_root
 from harness.tasks import TITLES
 from peers import FREE, Peer, find
@@ -71,7 +72,17 @@ PLANS = {
 }
 STEP = 2.5  # from one learning rate to the next
 FARTHEST = 3  # steps from where the search begins
-LEFT_OUT = ("accelerate", "complete", "allreduce", "localsgd:period=4", "daso-paper", "pairs", "hivemind", "hierarchical")
+TRIES = 4  # of a run that others disturb
+LEFT_OUT = (
+    "accelerate",
+    "complete",
+    "allreduce",
+    "localsgd:period=4",
+    "daso-paper",
+    "pairs",
+    "hivemind",
+    "hierarchical",
+)
 QUICK = ("torch DDP", "daso:period=4,delay=1")
 Curves = dict[tuple[str, str], list[list[float]]]
 """By bandwidth and peer: a list of qualities a seed, one every `Plan.every` seconds."""
@@ -100,25 +111,29 @@ class Trials:
         self._lasts = 3.0 if options.quick else plan.lasts
         self._file = None if partial(options) else RAW / f"time-to-accuracy-{name}-trials.jsonl"
         self._known: dict[tuple[str, str, float, int], list[float]] = {}
+        self.stolen: list[float] = []
         if self._file is not None and not options.earlier:
             self._file.unlink(missing_ok=True)
         if self._file is not None and self._file.exists():
             for line in map(json.loads, self._file.read_text().splitlines()):
                 self._known[line["bandwidth"], line["peer"], line["lr"], line["seed"]] = line["curve"]
+                self.stolen.append(line["stolen"])
 
     def curve(self, peer: Peer, bandwidth: str, lr: float, seed: int) -> list[float]:
         """Qualities, one every `Plan.every` seconds; none where the peer failed."""
         key = (bandwidth, peer.name, lr, seed)
         if key not in self._known:
-            self._known[key] = self._train(peer, bandwidth, lr, seed)
+            self._known[key], stolen = self._train(peer, bandwidth, lr, seed)
+            self.stolen.append(stolen)
             if self._file is not None:
-                line = {"bandwidth": bandwidth, "peer": peer.name, "lr": lr, "seed": seed, "curve": self._known[key]}
+                line = {"bandwidth": bandwidth, "peer": peer.name, "lr": lr, "seed": seed, "stolen": stolen,
+                        "curve": self._known[key]}  # fmt: skip
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 with self._file.open("a") as file:
                     file.write(json.dumps(line) + "\n")
         return self._known[key]
 
-    def _train(self, peer: Peer, bandwidth: str, lr: float, seed: int) -> list[float]:
+    def _train(self, peer: Peer, bandwidth: str, lr: float, seed: int) -> tuple[list[float], float]:
         plan, lasts = self._plan, self._lasts
         work = {"kind": "task", "name": self._name, "seconds": plan.seconds, "lr": lr}
         block = Block(peer.name, work, window=lasts, warmup=0.0, seed=seed, snapshots=plan.every, deadline=lasts + 2)
@@ -126,8 +141,9 @@ class Trials:
         found: list[float] = []
         if not outcome.failed:
             found = tasks.judge(self._name, seed, self._cluster.snapshots(outcome), count=round(lasts / plan.every))
-        print(f"      {bandwidth}, rate {lr:g}: at the end {found[-1:]} {outcome.failed or ''}", flush=True)
-        return found
+        said = f"at the end {found[-1]:.3f}" if found else outcome.failed
+        print(f"      {peer.name}, {bandwidth}, rate {lr:g}: {said} ({outcome.stolen:.1%} stolen)", flush=True)
+        return found, round(outcome.stolen, 4)
 
 
 def climb(value: Callable[[float], float], begin: float) -> float:
@@ -156,16 +172,19 @@ def measure(name: str, options: Any) -> None:
     tasks.build(name, 0)  # decodes into the cache, once instead of on every rank
     curves: Curves = {}
     rates: dict[str, float] = {}
-    with Cluster(2, 2, preload="harness.tasks,sklearn.datasets,kaldi_native_fbank") as cluster:
+    with Cluster(2, 2, preload="harness.tasks,sklearn.datasets,kaldi_native_fbank", tries=TRIES) as cluster:
         trials = Trials(name, plan, cluster, options)
-        for peer in progress(peers, lambda peer: peer.name):
+        for peer in progress(peers, lambda peer: f"the learning rate of {peer.name}"):
 
             def value(lr: float, peer: Peer = peer) -> float:
                 return plan.value(trials.curve(peer, bandwidths[-1], lr, 0))
 
-            lr = rates[peer.name] = tasks.RATES[name] if options.quick else climb(value, tasks.RATES[name])
+            rates[peer.name] = tasks.RATES[name] if options.quick else climb(value, tasks.RATES[name])
+        for seed in progress(range(seeds), lambda seed: f"seed {seed}"):
             for rate in bandwidths:
-                curves[rate, peer.name] = [trials.curve(peer, rate, lr, seed) for seed in range(seeds)]
+                for peer in peers:
+                    curve = trials.curve(peer, rate, rates[peer.name], seed)
+                    curves.setdefault((rate, peer.name), []).append(curve)
     target = plan.target(curve for (_, p), found in curves.items() if not find(p).ours for curve in found)
     lines = ({"rate": r, "peer": p, "lr": rates[p], "curves": c, "target": target} for (r, p), c in curves.items())
     keep(f"time-to-accuracy-{name}", lines, options)
@@ -177,7 +196,7 @@ def measure(name: str, options: Any) -> None:
         f"\nSeconds until the average of the ranks' models has {goal} (95 % of the best that a peer reaches in this time), judged every {plan.every:g} s, and its quality after {plan.lasts:g} s; median "
         f"(least-most) of {seeds} seed(s). Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, "
         f"for every peer the one with which it ended best at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
-        f"batch {tasks.OPTIONS[name]['batch']} a rank."
+        f"batch {tasks.OPTIONS[name]['batch']} a rank. A run during which others took more than {QUIET:.0%} of this machine was made again, up to {TRIES} times; the quietest counts (they took {statistics.median(trials.stolen):.1%} in the median, {max(trials.stolen):.1%} at most)."
     )
     finish(section, text, options, where=where, measured=peers)
 

@@ -1,8 +1,10 @@
 """The harness itself: real processes, peers that misbehave."""
 
+import dataclasses
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 
 from harness import figures
 from harness.block import Watch
-from harness.cluster import Block, Cluster
+from harness.cluster import Block, Cluster, Outcome
 from loosestep.lab.network import _inside
 from peers import FREE
 
@@ -44,6 +46,37 @@ def test_a_hidden_barrier_is_caught_by_a_slow_rank(cluster: Cluster) -> None:
     free, met = (run(cluster, peer, slow={1: 8.0}) for peer in (FREE, "module:fakes.barrier"))
     shares = [figures.freedom(outcome.paces, free.paces, slow=1) for outcome in (free, met)]
     assert [figures.verdict(share) for share in shares] == [figures.FREE, figures.WAITS]
+
+
+def test_a_block_that_others_disturbed_is_run_again_and_the_quietest_counts(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Outcome(Block(FREE, WORK), 0, {}, {}, {}, [], stolen=0.3)
+    made: list[float] = []
+
+    def outcomes(*stolen: float) -> None:
+        planned = iter(stolen)
+
+        def block(*arguments: Any) -> Outcome:
+            made.append(next(planned))
+            return dataclasses.replace(busy, stolen=made[-1])
+
+        made.clear()
+        monkeypatch.setattr(cluster, "_run", block)
+
+    monkeypatch.setattr(cluster, "_tries", 3)
+    for stolen, quietest, runs in (((0.3, 0.01, 0.0), 0.01, 2), ((0.3, 0.05, 0.1), 0.05, 3), ((0.02,), 0.02, 1)):
+        outcomes(*stolen)
+        assert run(cluster, FREE).stolen == quietest
+        assert len(made) == runs
+
+
+def test_what_others_take_is_a_share_of_all_processors(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter((100.0, 100.0 + (os.cpu_count() or 1) * 1e3))
+    monkeypatch.setattr("harness.cluster.stolen_seconds", lambda: next(taken))
+    begun = time.monotonic()
+    stolen = run(cluster, FREE).stolen
+    assert 1e3 / (time.monotonic() - begun) <= stolen < 1e3
 
 
 def test_a_peer_that_hangs_costs_its_own_block_only(cluster: Cluster) -> None:

@@ -51,9 +51,9 @@ def test_a_run_that_failed_or_diverged_is_worse_than_any_other() -> None:
 def test_runs_of_earlier_calls_are_made_again_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, float, int]] = []
 
-    def train(self: Any, peer: Any, bandwidth: str, lr: float, seed: int) -> list[float]:
+    def train(self: Any, peer: Any, bandwidth: str, lr: float, seed: int) -> tuple[list[float], float]:
         made.append((bandwidth, lr, seed))
-        return [lr]
+        return [lr], 0.01
 
     monkeypatch.setattr(time_to_accuracy, "RAW", tmp_path)
     monkeypatch.setattr(Trials, "_train", train)
@@ -61,7 +61,9 @@ def test_runs_of_earlier_calls_are_made_again_only_when_asked(tmp_path: Path, mo
     def curves(*, earlier: bool) -> list[list[float]]:
         options = argparse.Namespace(earlier=earlier, quick=False, dry=False, peers=[], bandwidth=None)
         trials, peer = Trials("digits", PLAN, None, options), find("torch DDP")  # type: ignore[arg-type]
-        return [trials.curve(peer, rate, lr, 0) for rate, lr in (("100mbit", 0.1), ("500mbit", 0.1), ("100mbit", 0.1))]
+        found = [trials.curve(peer, rate, lr, 0) for rate, lr in (("100mbit", 0.1), ("500mbit", 0.1), ("100mbit", 0.1))]
+        assert trials.stolen == [0.01, 0.01]  # what others took in each run, of those of earlier calls too
+        return found
 
     assert curves(earlier=False) == [[0.1]] * 3
     assert curves(earlier=True) == [[0.1]] * 3
