@@ -84,6 +84,38 @@ def test_each_rank_of_a_node_keeps_its_part_of_theta_and_momentum() -> None:
     assert loosestep.simulate(kept, ranks=4, topology=TWO_BY_TWO).results == [[4, 4]] * 4
 
 
+def test_a_checkpoint_holds_the_outer_state_of_the_exchange_in_flight() -> None:
+    def saved(rank: int) -> torch.Tensor:
+        model = Weights(SIZE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        with loosestep.attach(model, optimizer, "diloco:period=1,delay=1") as run:
+            model(gradient(rank, 0)).backward()
+            optimizer.step()
+            return run.state_dict()["state"]["outer"]["theta"][0]
+
+    slow = loosestep.Cluster(bandwidth="1kbit")  # the exchange takes a while
+    for theta in loosestep.simulate(saved, ranks=2, cluster=slow).results:
+        assert theta.count_nonzero() == SIZE
+
+
+def test_ranks_that_missed_steps_keep_their_own_part_of_the_outer_state() -> None:
+    def part(rank: int) -> torch.Tensor:
+        model = Weights(8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        with loosestep.attach(model, optimizer, "diloco:period=2,replica=node") as run:
+            for step in range((6, 3, 6, 6)[rank]):
+                optimizer.zero_grad()
+                model(gradient(rank, step)[:1] * torch.arange(1, 9)).backward()
+                optimizer.step()
+            with run.consensus():  # rank 1 takes over what its node has learned meanwhile
+                return run.state["outer"]["theta"][0].clone()
+
+    parts = loosestep.simulate(part, ranks=4, topology=TWO_BY_TWO).results
+    assert torch.equal(parts[0], parts[2])
+    assert torch.equal(parts[1], parts[3])
+    assert not torch.equal(parts[0], parts[1])
+
+
 def test_half_precision_parameters_have_an_outer_step_in_single_precision() -> None:
     def theta(rank: int) -> torch.Tensor:
         model = Weights(4, torch.bfloat16)

@@ -23,8 +23,8 @@ class DiLoCo(Strategy):
 
     `period` is H. With `delay=0` the exchange is waited for; with `delay=W` it lands W steps later, hidden behind
     compute. `outer_lr` and `outer_momentum` are of the outer step. `replica="node"`: gradients are averaged inside the
-    node, nodes are the replicas. Theta and its momentum are kept by the ranks that exchange them: of L ranks of a node,
-    each keeps its L-th part.
+    node, nodes are the replicas. Theta and its momentum are kept by the ranks that exchange them: of the L ranks of a
+    node each keeps its L-th part of both, beside the snapshot; where every rank is a replica, all of both.
     """
 
     name: ClassVar[str] = "diloco"
