@@ -42,7 +42,10 @@ STRATEGIES = {
     "AD-PSGD randomized ring": "adpsgd:topology=random-ring,cpu_share=1.0",
     "delay-by-one": "delay-by-one",
     "DASO": "daso",
+    "fixed ring with momentum": "adpsgd:average_momentum=True,cpu_share=1.0",
+    "randomized ring with momentum": "adpsgd:topology=random-ring,average_momentum=True,cpu_share=1.0",
 }
+ON_REQUEST = ("fixed ring with momentum", "randomized ring with momentum")  # the momentum is averaged too
 FIRST_SEED = 0
 VIRTUAL = {"bandwidth": "10gbit", "latency": "50us", "compute": "100ms", "jitter": 0.1}
 
@@ -79,7 +82,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", default="0.004,0.006,0.008", help="learning rates tried on the first seed")
     parser.add_argument("--rates-of", action="append", default=[], help="of one strategy, as in DASO=0.004,0.006")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="names of strategies, separated by commas")
+    parser.add_argument(
+        "--only", default="", help=f"names of strategies, separated by commas; {', '.join(ON_REQUEST)} only so"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further run after so long")
     parser.add_argument("--set", action="append", default=[], help="options of the recipe, as in --set batch=8")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files with result lines of earlier calls")
@@ -328,7 +333,8 @@ def main() -> None:
     if chosen.data is not None and not chosen.data.is_dir():
         sys.exit(f"no data at {chosen.data}: they are not part of the project")
     judged = JUDGED[chosen.recipe]
-    names = [name for name in STRATEGIES if not chosen.only or name in chosen.only.split(",")]
+    wanted = chosen.only.split(",") if chosen.only else [name for name in STRATEGIES if name not in ON_REQUEST]
+    names = [name for name in STRATEGIES if name in wanted]
     bench = Bench(chosen)
     bench.results([Trial(name, rate, FIRST_SEED, chosen.epochs) for name, rate in rates_to_try(chosen, names)])
     tried = [result for trial, result in bench.known.items() if trial[2:] == (FIRST_SEED, chosen.epochs)]
