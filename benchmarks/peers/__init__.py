@@ -76,6 +76,7 @@ LINEUP: list[Peer] = [
     _ours("diloco:period=16,delay=4", 16),
     _ours("adpsgd:topology=ring"),
     _ours("adpsgd:topology=random-ring"),
+    _ours("adpsgd:topology=random-ring,cpu_share=1.0"),
     _ours("adpsgd:topology=pairs"),
 ]  # fmt: skip
 NOT_MEASURED = {
