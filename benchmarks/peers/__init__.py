@@ -72,6 +72,7 @@ LINEUP: list[Peer] = [
     _ours("daso:period=4,delay=1", 4),
     _ours("daso:period=8,delay=4", 8),
     _ours("daso-paper:period=4", 4),
+    _ours("delay-by-one"),
     _ours("delay-by-one:replica=node"),
     _ours("diloco:period=16,delay=4", 16),
     _ours("adpsgd:topology=ring"),
