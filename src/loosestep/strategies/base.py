@@ -142,6 +142,15 @@ def require_count(name: str, value: int, *, least: int) -> None:
     require(whole and value >= least, f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
+def require_delay(delay: int, period: int) -> None:
+    """An exchange lands before the next one starts."""
+    require(
+        delay <= period,
+        f"delay must be at most period, got delay={delay} and period={period}: an exchange is folded before the next one "
+        "starts",
+    )
+
+
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """One of a few words."""
     require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -15,7 +15,7 @@ import torch
 
 from loosestep.comm.base import Landed, Scope
 from loosestep.replica import Replica
-from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count
+from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count, require_delay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,7 @@ class DASO(Strategy):
         for field in ("total", "epoch"):
             if getattr(self, field) is not None:
                 require_count(field, getattr(self, field), least=1)
-        require(
-            self.delay <= self.period,
-            f"delay must be at most period, got delay={self.delay} and period={self.period}: an exchange is folded before the "
-            "next one starts",
-        )
+        require_delay(self.delay, self.period)
         require(
             self.cooldown == 0 or self.total is not None,
             f"cooldown={self.cooldown} needs total, the number of optimizer steps of the whole run, to know when to begin",

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from loosestep.replica import Replica
-from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count
+from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count, require_delay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,7 @@ class DiLoCo(Strategy):
     def __post_init__(self) -> None:
         require_count("period", self.period, least=1)
         require_count("delay", self.delay, least=0)
-        require(
-            self.delay <= self.period,
-            f"delay must be at most period, got delay={self.delay} and period={self.period}: an exchange is folded before the "
-            "next one starts",
-        )
+        require_delay(self.delay, self.period)
         require(
             isinstance(self.outer_lr, int | float) and 0 < self.outer_lr <= 2,
             f"outer_lr must be above 0 and at most 2 (1 without momentum is local SGD), got {self.outer_lr!r}",
