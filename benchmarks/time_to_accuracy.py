@@ -3,12 +3,12 @@
     python benchmarks/time_to_accuracy.py [--task digits|cifar10|an4] [--quick]       (Linux, root; make peers before)
 
 Two nodes of two ranks. Every peer trains for the same time with the same model, first parameters and batches, at a learning rate of its
-own: the one with which it ends best at the last bandwidth and the first seed, found by climbing from a common one. A rank keeps
+own: the one with which it ends best at the last bandwidth and the first seed, found by climbing from a common one, in shorter runs
+where whole ones take long. A rank keeps
 a copy of its model now and then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on the test
 set. So nobody is stopped, and local models count as what they would be saved as. CIFAR-10 and AN4 are read from ../shared/data and
 left out where they are not there. Every run is kept in results/bench/; with `--earlier` those are not made again. One seed unless
-`--rounds` asks for more: with the search for learning rates the tasks take about 15, 23 and 33 minutes, and half as much again for every
-further seed.
+`--rounds` asks for more, and further ones only for those that reach the target with the first, or nearly.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ BANDWIDTHS = ("100mbit", "500mbit")
 
 
 SHARE = 0.95
+NEAR = 0.9
+"""Of the target: who stays below has only one seed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, how often judged. `seconds` of emulated compute are added to every step."""
+    """How long, how often judged; how long a run to find the learning rate is. `seconds` of emulated compute are added to every step."""
 
     lasts: float
     every: float
+    search: float
     seconds: float
     higher: bool = True
 
@@ -57,6 +60,10 @@ class Plan:
             return -math.inf
         return curve[-1] if self.higher else -curve[-1]
 
+    def nears(self, qualities: list[float], target: float) -> bool:
+        """Whether the target was met, or nearly."""
+        return self.reached(qualities, target * NEAR if self.higher else target / NEAR) < math.inf
+
     def reached(self, qualities: list[float], target: float) -> float:
         """Seconds until the target is met for the first time; inf if it is not."""
         for number, quality in enumerate(qualities):
@@ -66,9 +73,9 @@ class Plan:
 
 
 PLANS = {
-    "digits": Plan(lasts=10.0, every=0.25, seconds=0.03),
-    "cifar10": Plan(lasts=15.0, every=0.5, seconds=0.04),
-    "an4": Plan(lasts=24.0, every=1.0, seconds=0.05, higher=False),
+    "digits": Plan(lasts=10.0, every=0.25, search=10.0, seconds=0.03),
+    "cifar10": Plan(lasts=24.0, every=0.5, search=12.0, seconds=0.04),
+    "an4": Plan(lasts=24.0, every=1.0, search=24.0, seconds=0.05, higher=False),
 }
 STEP = 2.5  # from one learning rate to the next
 FARTHEST = 3  # steps from where the search begins
@@ -108,33 +115,34 @@ class Trials:
 
     def __init__(self, name: str, plan: Plan, cluster: Cluster, options: Any) -> None:
         self._name, self._plan, self._cluster = name, plan, cluster
-        self._lasts = 3.0 if options.quick else plan.lasts
+        self._longest = 3.0 if options.quick else math.inf
         self._file = None if partial(options) else RAW / f"time-to-accuracy-{name}-trials.jsonl"
-        self._known: dict[tuple[str, str, float, int], list[float]] = {}
+        self._known: dict[tuple[str, str, float, int, float], list[float]] = {}
         self.stolen: list[float] = []
         if self._file is not None and not options.earlier:
             self._file.unlink(missing_ok=True)
         if self._file is not None and self._file.exists():
             for line in map(json.loads, self._file.read_text().splitlines()):
-                self._known[line["bandwidth"], line["peer"], line["lr"], line["seed"]] = line["curve"]
+                self._known[line["bandwidth"], line["peer"], line["lr"], line["seed"], line["lasts"]] = line["curve"]
                 self.stolen.append(line["stolen"])
 
-    def curve(self, peer: Peer, bandwidth: str, lr: float, seed: int) -> list[float]:
+    def curve(self, peer: Peer, bandwidth: str, lr: float, seed: int, lasts: float) -> list[float]:
         """Qualities, one every `Plan.every` seconds; none where the peer failed."""
-        key = (bandwidth, peer.name, lr, seed)
+        lasts = min(lasts, self._longest)
+        key = (bandwidth, peer.name, lr, seed, lasts)
         if key not in self._known:
-            self._known[key], stolen = self._train(peer, bandwidth, lr, seed)
+            self._known[key], stolen = self._train(peer, bandwidth, lr, seed, lasts)
             self.stolen.append(stolen)
             if self._file is not None:
-                line = {"bandwidth": bandwidth, "peer": peer.name, "lr": lr, "seed": seed, "stolen": stolen,
+                line = {"bandwidth": bandwidth, "peer": peer.name, "lr": lr, "seed": seed, "lasts": lasts, "stolen": stolen,
                         "curve": self._known[key]}  # fmt: skip
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 with self._file.open("a") as file:
                     file.write(json.dumps(line) + "\n")
         return self._known[key]
 
-    def _train(self, peer: Peer, bandwidth: str, lr: float, seed: int) -> tuple[list[float], float]:
-        plan, lasts = self._plan, self._lasts
+    def _train(self, peer: Peer, bandwidth: str, lr: float, seed: int, lasts: float) -> tuple[list[float], float]:
+        plan = self._plan
         work = {"kind": "task", "name": self._name, "seconds": plan.seconds, "lr": lr}
         block = Block(peer.name, work, window=lasts, warmup=0.0, seed=seed, snapshots=plan.every, deadline=lasts + 2)
         outcome = self._cluster.run(block, bandwidth=bandwidth)
@@ -164,7 +172,7 @@ def measure(name: str, options: Any) -> None:
     """One section."""
     plan, where = PLANS[name], machine()
     print(f"\n{TITLES[name]}\n{where}", flush=True)
-    peers = [p for p in lineup(options, QUICK if options.quick else ()) if p.name != FREE]
+    peers = [p for p in lineup(options, QUICK if options.quick else (), rare=True) if p.name != FREE]
     if not options.peers:
         peers = [peer for peer in peers if not any(word in peer.name for word in LEFT_OUT)]
     bandwidths = options.bandwidth or (BANDWIDTHS[1:] if options.quick else BANDWIDTHS)
@@ -177,15 +185,17 @@ def measure(name: str, options: Any) -> None:
         for peer in progress(peers, lambda peer: f"the learning rate of {peer.name}"):
 
             def value(lr: float, peer: Peer = peer) -> float:
-                return plan.value(trials.curve(peer, bandwidths[-1], lr, 0))
+                return plan.value(trials.curve(peer, bandwidths[-1], lr, 0, plan.search))
 
             rates[peer.name] = tasks.RATES[name] if options.quick else climb(value, tasks.RATES[name])
+        near = peers
         for seed in progress(range(seeds), lambda seed: f"seed {seed}"):
             for rate in bandwidths:
-                for peer in peers:
-                    curve = trials.curve(peer, rate, rates[peer.name], seed)
+                for peer in near:
+                    curve = trials.curve(peer, rate, rates[peer.name], seed, plan.lasts)
                     curves.setdefault((rate, peer.name), []).append(curve)
-    target = plan.target(curve for (_, p), found in curves.items() if not find(p).ours for curve in found)
+            target = plan.target(curve for (_, p), found in curves.items() if not find(p).ours for curve in found)
+            near = [peer for peer in near if any(plan.nears(curves[rate, peer.name][0], target) for rate in bandwidths)]
     lines = ({"rate": r, "peer": p, "lr": rates[p], "curves": c, "target": target} for (r, p), c in curves.items())
     keep(f"time-to-accuracy-{name}", lines, options)
     section = f"time-to-accuracy-{name}"
@@ -194,8 +204,8 @@ def measure(name: str, options: Any) -> None:
     text += picture(section, plan, target, bandwidths[0], peers, curves, options)
     text += (
         f"\nSeconds until the average of the ranks' models has {goal} (95 % of the best that a peer reaches in this time), judged every {plan.every:g} s, and its quality after {plan.lasts:g} s; median "
-        f"(least-most) of {seeds} seed(s). Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, "
-        f"for every peer the one with which it ended best at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
+        f"(least-most) of {seeds} seed(s), one for those that never came to {NEAR:.0%} of the target with the first. Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, "
+        f"for every peer the one with which it ended best at {bandwidths[-1]} and the first seed, after {plan.search:g} s (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
         f"batch {tasks.OPTIONS[name]['batch']} a rank. A run during which others took more than {QUIET:.0%} of this machine was made again, up to {TRIES} times; the quietest counts (they took {statistics.median(trials.stolen):.1%} in the median, {max(trials.stolen):.1%} at most)."
     )
     finish(section, text, options, where=where, measured=peers)

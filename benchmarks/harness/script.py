@@ -38,9 +38,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def lineup(options: argparse.Namespace, names: Sequence[str] = (), *, forked_only: bool = False) -> list[Peer]:
+def lineup(
+    options: argparse.Namespace, names: Sequence[str] = (), *, forked_only: bool = False, rare: bool = False
+) -> list[Peer]:
     """The peers to measure and, printed, those that cannot be."""
-    chosen = choose(options.peers or names, full=not options.quick)
+    chosen = choose(options.peers or names, full=not options.quick, rare=rare)
     usable = [peer for peer in chosen if peer.missing() is None and not (forked_only and peer.launcher != "fork")]
     for peer in chosen:
         if peer.missing() is not None:

@@ -28,6 +28,8 @@ class Peer:
     ours: bool = False
     full_only: bool = False
     """Starts too slowly for the quick benchmarks."""
+    rare: bool = False
+    """Exchanges too rarely for a timed window: only measured where a whole training is."""
     launcher: str = "fork"
     """"mpirun": needs processes that MPI started."""
 
@@ -59,9 +61,11 @@ LINEUP: list[Peer] = [
     Peer("torch DDP, PowerSGD rank 1", "ddp", {"hook": "powersgd"}),
     Peer("torch PostLocalSGD, period 4", "averagers", {"period": 4}, period=4),
     Peer("torch PostLocalSGD, period 16", "averagers", {"period": 16}, period=16),
+    Peer("torch PostLocalSGD, period 64", "averagers", {"period": 64}, period=64, rare=True),
     Peer("torch hierarchical averager, 4 and 16", "averagers", {"period": 16, "node_period": 4}, period=16),
     Peer("torchft LocalSGD, period 8", "torchft_peer", {"period": 8}, period=8, needs="torchft-nightly"),
     Peer("torchft DiLoCo, period 16", "torchft_peer", {"period": 16, "outer": True}, period=16, needs="torchft-nightly"),
+    Peer("torchft DiLoCo, period 64", "torchft_peer", {"period": 64, "outer": True}, period=64, needs="torchft-nightly", rare=True),
     Peer("decent-dp, ring", "decent_peer", {"topology": "ring"}, needs="decent-dp"),
     Peer("decent-dp, complete", "decent_peer", {"topology": "complete"}, needs="decent-dp"),
     Peer("accelerate LocalSGD, period 8", "accelerate_peer", {"period": 8}, period=8, needs="accelerate"),
@@ -108,9 +112,9 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(file if "." in file else f"peers.{file}")
 
 
-def choose(names: Sequence[str] = (), *, full: bool = True) -> list[Peer]:
+def choose(names: Sequence[str] = (), *, full: bool = True, rare: bool = False) -> list[Peer]:
     """The whole line-up, or those whose names contain one of `names` (no communication is always first)."""
-    chosen = [peer for peer in LINEUP if full or not peer.full_only]
+    chosen = [peer for peer in LINEUP if (full or not peer.full_only) and (rare or not peer.rare)]
     if names:
         chosen = [peer for peer in chosen if peer.name == FREE or any(name in peer.name for name in names)]
     return chosen

@@ -11,7 +11,7 @@ import time_to_accuracy
 from peers import find
 from time_to_accuracy import STEP, Plan, Trials, climb
 
-PLAN = Plan(lasts=1.0, every=0.25, seconds=0.0)
+PLAN = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0)
 
 
 def test_the_target_is_a_share_of_the_best_end_of_a_peer() -> None:
@@ -19,7 +19,9 @@ def test_the_target_is_a_share_of_the_best_end_of_a_peer() -> None:
 
 
 def test_the_target_of_a_loss_lies_above_the_best() -> None:
-    assert Plan(lasts=1.0, every=0.25, seconds=0.0, higher=False).target([[3.0, 1.9], [2.5]]) == pytest.approx(2.0)
+    assert Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False).target(
+        [[3.0, 1.9], [2.5]]
+    ) == pytest.approx(2.0)
 
 
 def test_the_first_moment_at_or_past_the_target_counts() -> None:
@@ -29,6 +31,15 @@ def test_the_first_moment_at_or_past_the_target_counts() -> None:
 def test_a_target_that_is_never_met_takes_for_ever() -> None:
     assert PLAN.reached([0.1, 0.2], 0.8) == math.inf
     assert PLAN.reached([], 0.8) == math.inf
+
+
+def test_who_nears_the_target_is_measured_further() -> None:
+    loss = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False)
+    assert PLAN.nears([0.1, 0.75, 0.2], 0.8)
+    assert not PLAN.nears([0.1, 0.7], 0.8)
+    assert loss.nears([3.0, 2.1], 2.0)
+    assert not loss.nears([3.0, 2.3], 2.0)
+    assert not loss.nears([], 2.0)
 
 
 @pytest.mark.parametrize("steps", [-3, -1, 0, 1, 2, 3])
@@ -44,15 +55,15 @@ def test_the_search_finds_the_best_rate_on_either_side(steps: int) -> None:
 
 
 def test_a_run_that_failed_or_diverged_is_worse_than_any_other() -> None:
-    for plan in (PLAN, Plan(lasts=1.0, every=0.25, seconds=0.0, higher=False)):
+    for plan in (PLAN, Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False)):
         assert plan.value([]) == plan.value([0.5, math.nan]) < plan.value([0.1, 9.0])
 
 
 def test_runs_of_earlier_calls_are_made_again_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[str, float, int]] = []
+    made: list[tuple[str, float, float]] = []
 
-    def train(self: Any, peer: Any, bandwidth: str, lr: float, seed: int) -> tuple[list[float], float]:
-        made.append((bandwidth, lr, seed))
+    def train(self: Any, peer: Any, bandwidth: str, lr: float, seed: int, lasts: float) -> tuple[list[float], float]:
+        made.append((bandwidth, lr, lasts))
         return [lr], 0.01
 
     monkeypatch.setattr(time_to_accuracy, "RAW", tmp_path)
@@ -61,12 +72,12 @@ def test_runs_of_earlier_calls_are_made_again_only_when_asked(tmp_path: Path, mo
     def curves(*, earlier: bool) -> list[list[float]]:
         options = argparse.Namespace(earlier=earlier, quick=False, dry=False, peers=[], bandwidth=None)
         trials, peer = Trials("digits", PLAN, None, options), find("torch DDP")  # type: ignore[arg-type]
-        found = [trials.curve(peer, rate, lr, 0) for rate, lr in (("100mbit", 0.1), ("500mbit", 0.1), ("100mbit", 0.1))]
+        found = [trials.curve(peer, "100mbit", 0.1, 0, lasts) for lasts in (1.0, 2.0, 1.0)]
         assert trials.stolen == [0.01, 0.01]  # what others took in each run, of those of earlier calls too
         return found
 
     assert curves(earlier=False) == [[0.1]] * 3
     assert curves(earlier=True) == [[0.1]] * 3
-    assert made == [("100mbit", 0.1, 0), ("500mbit", 0.1, 0)]
+    assert made == [("100mbit", 0.1, 1.0), ("100mbit", 0.1, 2.0)]
     curves(earlier=False)
     assert len(made) == 4

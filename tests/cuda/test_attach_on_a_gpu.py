@@ -15,7 +15,7 @@ LOOPS = [
     "daso:period=2,delay=1",
     "daso:period=4,delay=3",
     "localsgd:period=3,delay=2",
-    "diloco:period=3,delay=2",
+    "diloco:period=3,delay=2,outer_lr=1.0,outer_momentum=0.0",
     "delay-by-one",
     "adpsgd",
 ]
@@ -59,8 +59,9 @@ def test_a_loop_is_never_synchronised_and_alone_it_learns_what_it_would_without_
             train(model, optimizer, run, 24, data)
         folds = run.stats["folds"]
     assert folds > 0 or spec == "adpsgd"
+    rounding = 1e-5 if spec.startswith("diloco") else 0  # its outer step subtracts what was learnt and adds it again
     for ours, theirs in zip(model.parameters(), plain(data, 32).parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=rounding)
 
 
 def test_losses_reach_the_schedule(data):
