@@ -13,7 +13,7 @@ from typing import Any
 
 from common import Spread, table
 from harness.cluster import Block, Cluster, Outcome
-from harness.script import finish, keep, lineup, machine, parser, plot, progress, require_root
+from harness.script import finish, keep, lineup, machine, parser, plot, progress_in_time, require_root
 from peers import FREE, Peer
 
 WORK = {"kind": "layers", "megabytes": 4, "seconds": 0.05}
@@ -21,7 +21,7 @@ QUICK = ("torch DDP", "daso:period=4,delay=1", "adpsgd:topology=ring")
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
+    chosen = parser(__doc__, in_time=True).parse_args()
     require_root()
     where = machine()
     print(where, flush=True)
@@ -29,7 +29,8 @@ def main() -> None:
     rounds = chosen.rounds or (1 if chosen.quick else 2)
     found: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in peers}
     with Cluster(2, 2) as cluster:
-        for number, peer in progress([(n, p) for n in range(rounds) for p in peers], lambda item: item[1].name):
+        plan = [(number, peer) for number in range(rounds) for peer in peers]
+        for number, peer in progress_in_time(plan, lambda item: item[1].name, lambda item: item[0], chosen.seconds):
             window = 1.5 if chosen.quick else 4.0
             block = Block(peer.name, WORK, window=window, warmup=1.0, seed=number, deadline=25.0)
             outcome = cluster.run(block, bandwidth="500mbit")
@@ -39,7 +40,7 @@ def main() -> None:
     text = f"## Footprint: two nodes of two ranks, 500 Mbit/s, a model of 4 MB, 50 ms of emulated compute\n\n{rows_of(peers, found)}\n\n"
     text += picture(peers, found, chosen)
     text += (
-        f"\nMedian (least-most) of {rounds} round(s). Bytes: what all nodes sent over their cables, per gradient of any rank. CPU: "
+        f"\nMedian (least-most) of {number + 1} round(s). Bytes: what all nodes sent over their cables, per gradient of any rank. CPU: "
         "milliseconds per gradient above no communication. Memory: what a rank's processes share with nobody, above no communication. "
         "Preparing: seconds from the plain model to the first step, imports and connections included. Heat's processes are started by mpirun, not "
         "forked from one that has torch loaded, so its memory contains torch."

@@ -15,7 +15,7 @@ from typing import Any
 from common import table
 from harness import figures
 from harness.cluster import Block, Cluster, Outcome
-from harness.script import finish, keep, lineup, machine, parser, plot, progress
+from harness.script import finish, keep, lineup, machine, parser, plot, progress_in_time
 from peers import FREE, Peer
 
 WORK = {"kind": "layers", "megabytes": 1, "seconds": 0.02}
@@ -27,7 +27,7 @@ QUICK = ("torch DDP", "daso:period=4", "adpsgd:topology=ring")
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
+    chosen = parser(__doc__, in_time=True).parse_args()
     where = machine()
     print(where, flush=True)
     peers = [
@@ -39,7 +39,8 @@ def main() -> None:
     rounds = chosen.rounds or (1 if chosen.quick else ROUNDS)
     results: dict[str, list[tuple[float, float, str]]] = {peer.name: [] for peer in peers}
     with Cluster(4, 1, network=False) as cluster:
-        for number, peer in progress([(n, p) for n in range(rounds) for p in peers], lambda item: item[1].name):
+        plan = [(number, peer) for number in range(rounds) for peer in peers]
+        for number, peer in progress_in_time(plan, lambda item: item[1].name, lambda item: item[0], chosen.seconds):
             options = {"deadline": DEADLINE} if peer.ours else {}
             block = Block(
                 peer.name,
@@ -58,7 +59,7 @@ def main() -> None:
     text = f"## Kill: SIGKILL to one of four ranks\n\n{table(['', 'survivors that go on', 'longest gap', 'then, of the pace before', 'what they say'], rows)}\n\n"
     text += picture(peers, results, chosen)
     text += (
-        f"\nThe worst of {rounds} run(s). Gap: the longest time without a step of a survivor after the kill, in the {after:g} s that were watched. "
+        f"\nThe worst of {number + 1} run(s). Gap: the longest time without a step of a survivor after the kill, in the {after:g} s that were watched. "
         f"Our collective strategies were given a deadline of {DEADLINE:g} s (60 by default), after which they end and name the rank."
     )
     finish("kill", text, chosen, where=where, measured=peers, network=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from common import Spread, table, with_share
 from harness.cluster import Block, Cluster
-from harness.script import finish, keep, lineup, machine, parser, plot, progress, require_root
+from harness.script import finish, keep, lineup, machine, parser, plot, progress_in_time, require_root
 from peers import FREE, Peer
 
 WORK = {"kind": "layers", "megabytes": 1, "seconds": 0.3}
@@ -27,7 +27,7 @@ QUICK = ("torch DDP", "daso:period=4", "adpsgd:topology=ring")
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
+    chosen = parser(__doc__, in_time=True).parse_args()
     require_root()
     where = machine()
     print(where, flush=True)
@@ -38,9 +38,11 @@ def main() -> None:
     speeds: dict[tuple[int, str], list[float]] = {(nodes, peer.name): [] for nodes in sizes for peer in peers}
     for nodes in sizes:
         with Cluster(nodes, 2, patience=300.0) as cluster:
-            for number, peer in progress(
+            for number, peer in progress_in_time(
                 [(n, p) for n in range(rounds) for p in peers],
                 lambda item: f"{2 * nodes} ranks  {item[1].name}",  # noqa: B023
+                lambda item: item[0],
+                chosen.seconds / len(sizes),
             ):
                 block = Block(peer.name, WORK, window=2.5, warmup=0.6, seed=number, deadline=30.0)
                 outcome = cluster.run(block, bandwidth="500mbit")
@@ -50,7 +52,7 @@ def main() -> None:
     text = f"## Scaling: 2 to 16 ranks, nodes of two, 500 Mbit/s, 1 MB, 300 ms of emulated compute\n\n{rows_of(peers, sizes, speeds)}\n\n"
     text += picture(peers, sizes, speeds, chosen)
     text += (
-        f"\nGradients per second of all ranks, median (least-most) of {rounds} round(s), and the share of no communication with as many "
+        f"\nGradients per second of all ranks, median (least-most) of {max(map(len, speeds.values()))} round(s), and the share of no communication with as many "
         "ranks in the same round. One node has no link to wait for."
     )
     finish("scaling", text, chosen, where=where, measured=peers)

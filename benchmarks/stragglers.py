@@ -15,7 +15,7 @@ from typing import Any
 from common import Spread, ratios, table, with_share
 from harness import figures
 from harness.cluster import Block, Cluster
-from harness.script import finish, keep, lineup, machine, parser, plot, progress
+from harness.script import finish, keep, lineup, machine, parser, plot, progress_in_time
 from peers import FREE, Peer
 
 SLOW_RANK = 3
@@ -38,7 +38,7 @@ CASES = [
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
+    chosen = parser(__doc__, in_time=True).parse_args()
     where = machine()
     print(where, flush=True)
     peers = lineup(chosen, QUICK if chosen.quick else (), forked_only=True)
@@ -47,7 +47,9 @@ def main() -> None:
     plan = [(number, case, peer) for number in range(rounds) for case in cases for peer in peers]
     paces: dict[tuple[str, str], list[list[float]]] = {}
     with Cluster(4, 1, network=False) as cluster:
-        for number, case, peer in progress(plan, lambda item: f"round {item[0]}  {item[1].label}  {item[2].name}"):
+        for number, case, peer in progress_in_time(
+            plan, lambda item: f"round {item[0]}  {item[1].label}  {item[2].name}", lambda item: item[0], chosen.seconds
+        ):
             block = Block(
                 peer.name, WORK, window=1.5, warmup=0.3, seed=number, slow=case.slow, jitter=case.jitter, deadline=20.0
             )
@@ -58,7 +60,7 @@ def main() -> None:
     text = f"## Stragglers: four ranks, 20 ms of emulated compute\n\n{rows_of(cases, peers, paces)}\n\n"
     text += picture(cases, peers, paces, chosen)
     text += (
-        f"\nGradients per second of all ranks, median (least-most) of {rounds} round(s), seed = round; the share is that of no communication "
+        f"\nGradients per second of all ranks, median (least-most) of {number + 1} round(s), seed = round; the share is that of no communication "
         "in the same round and case. Jitter: every step takes 1 + e times as long, e exponential with mean 0.5. The last column: with "
         "one rank 10 times slower, whether the others wait for it, and their freedom (0 %: they run at its pace, 100 %: at their own)."
     )

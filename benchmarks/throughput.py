@@ -14,7 +14,7 @@ from typing import Any
 
 from common import Spread, ratios, table
 from harness.cluster import Block, Cluster
-from harness.script import finish, keep, lineup, machine, parser, plot, progress, require_root
+from harness.script import finish, keep, lineup, machine, parser, plot, progress_in_time, require_root
 from peers import DDP, FREE, Peer
 
 
@@ -58,7 +58,7 @@ Speeds = dict[tuple[str, str], list[float]]
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, in_time=True)
     options.add_argument("--part", choices=list(PARTS), action="append", help="all parts unless given")
     chosen = options.parse_args()
     require_root()
@@ -79,7 +79,12 @@ def measure(part: str, options: Any) -> None:
     speeds: Speeds = {(case.label, peer.name): [] for case in cases for peer in peers}
     failures: dict[str, str] = {}
     with Cluster(cases[0].nodes, 2) as cluster:
-        for number, case, peer in progress(plan, lambda item: f"round {item[0]}  {item[1].label}  {item[2].name}"):
+        for number, case, peer in progress_in_time(
+            plan,
+            lambda item: f"round {item[0]}  {item[1].label}  {item[2].name}",
+            lambda item: item[0],
+            options.seconds,
+        ):
             outcome = cluster.run(case.block(peer, number, window), bandwidth=case.bandwidth)
             speed = outcome.speed or float("nan")
             speeds[case.label, peer.name].append(speed)
@@ -92,7 +97,7 @@ def measure(part: str, options: Any) -> None:
     text += picture(name, cases, peers, speeds, options)
     text += "".join(f"{name} failed: {reason}.\n" for name, reason in failures.items())
     text += (
-        f"\nMedian (least-most) of {rounds} round(s), seed = round; ratios within a round. Gradients per second of all ranks, timed for "
+        f"\nMedian (least-most) of {number + 1} round(s), seed = round; ratios within a round. Gradients per second of all ranks, timed for "
         f"{window:g} s or two periods of the peer's schedule after a warm-up. In backticks: loosestep's strategies."
     )
     finish(name, text, options, where=where, measured=peers)

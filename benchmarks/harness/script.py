@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -26,14 +27,18 @@ LIMITS = (
 T = TypeVar("T")
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """With the options that all have."""
+def parser(doc: str | None, *, in_time: bool = False) -> argparse.ArgumentParser:
+    """With the options that all have, and what `progress_in_time` asks for."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="a small version that shows that it works; nothing written")
     made.add_argument("--rounds", type=int, help="repetitions; in each, every peer runs once")
     made.add_argument(
         "--peers", nargs="*", default=[], metavar="NAME", help="only peers whose names contain one of these"
     )
+    if in_time:
+        made.add_argument(
+            "--seconds", type=float, default=math.inf, help="begin no round that would end later, but for the first"
+        )
     made.add_argument("--dry", action="store_true", help="print the section, write nothing")
     return made
 
@@ -76,9 +81,22 @@ def versions() -> str:
 
 def progress(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
     """Each item, with a line that says how far and how long still."""
+    return progress_in_time(items, describe, lambda item: 0, math.inf)
+
+
+def progress_in_time(
+    items: Sequence[T], describe: Callable[[T], str], round_of: Callable[[T], int], seconds: float
+) -> Iterator[T]:
+    """The same, round by round; none is begun that would end later than after `seconds` if it is like those before."""
     begun = time.monotonic()
+    rounds = 0
     for number, item in enumerate(items):
         passed = time.monotonic() - begun
+        if round_of(item) > rounds:
+            rounds = round_of(item)
+            if passed / rounds * (rounds + 1) > seconds:
+                print(f"no time for round {rounds}", flush=True)
+                break
         left = f", about {passed / number * (len(items) - number):.0f} s left" if number else ""
         print(f"[{number + 1}/{len(items)}{left}] {describe(item)}", flush=True)
         yield item

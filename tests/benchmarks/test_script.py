@@ -1,9 +1,11 @@
-"""What the sections say of peers that are not in their tables."""
+"""What the sections say of peers that are not in their tables, and when a benchmark ends."""
+
+import time
 
 import pytest
 
 import peers
-from harness.script import absent
+from harness.script import absent, progress_in_time
 
 HEAT = next(peer for peer in peers.LINEUP if peer.launcher == "mpirun")
 
@@ -21,3 +23,17 @@ def test_a_peer_under_mpirun_is_left_out_for_the_reason_that_holds(
 def test_a_peer_that_is_not_installed_is_left_out_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.Peer, "missing", lambda self: "not installed" if self.needs else None)
     assert f"{HEAT.name} (not installed)" in absent([], network=False)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (25.0, 2), (30.0, 3), (1000.0, 4)])
+def test_no_round_is_begun_that_would_end_too_late(
+    seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    plan = [(number, name) for number in range(4) for name in "ab"]
+    made = []
+    for item in progress_in_time(plan, str, lambda item: item[0], seconds):
+        made.append(item)
+        clock[0] += 5.0
+    assert made == plan[: 2 * rounds]
