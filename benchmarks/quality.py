@@ -1,7 +1,8 @@
 """Final quality by strategy at the same number of gradients, learners sharing one device, each at a learning rate of its own.
 
     python benchmarks/quality.py --recipe acoustic --data AN4 --device cuda --jobs 4                               ACOUSTIC.md
-    python benchmarks/quality.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 15 --virtual     VISION.md
+    python benchmarks/quality.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 2                VISION.md
+    (the same with --jobs 15 --virtual --output benchmarks/VISION-VIRTUAL.md)
     python benchmarks/quality.py --recipe vision --learners 8 --output benchmarks/DIGITS.md                        the digits
 
 Every run is what `loosestep train` does with the same settings; with `--virtual`, what `loosestep simulate` does: the
