@@ -189,7 +189,12 @@ class Cluster:
         bandwidth: str | None = None,
         kill: tuple[int, float] | None = None,
     ) -> Outcome:
-        """One block on all ranks; `kill=(rank, seconds)` ends a rank by SIGKILL so long after the start."""
+        """One block on all ranks; `kill=(rank, seconds)` ends a rank by SIGKILL so long after the start.
+
+        The models that earlier blocks kept are removed.
+        """
+        for file in Path(self._folder.name).glob("*.safetensors"):
+            file.unlink()
         outcomes: list[Outcome] = []
         while len(outcomes) < self._tries and not any(outcome.stolen <= QUIET for outcome in outcomes):
             outcomes.append(self._run(block, bandwidth, kill))
