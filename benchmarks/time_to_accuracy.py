@@ -3,9 +3,8 @@
     python benchmarks/time_to_accuracy.py [--task digits|cifar10|an4] [--quick]       (Linux, root; make peers before)
 
 Two nodes of two ranks. Every peer trains for the same time with the same model, first parameters and batches, at a learning rate of its
-own: the one with which it ends best at the last bandwidth and the first seed, found by climbing from a common one, in shorter runs
-where whole ones take long. A rank keeps
-a copy of its model now and then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on the test
+own: the one with the best mean quality over a run at the last bandwidth and the first seed, found by climbing from a common one, in
+shorter runs where whole ones take long. A rank keeps a copy of its model now and then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on the test
 set. So nobody is stopped, and local models count as what they would be saved as. CIFAR-10 and AN4 are read from ../shared/data and
 left out where they are not there. Every run is kept in results/bench/; with `--earlier` those are not made again. One seed unless
 `--rounds` asks for more, and further ones only for those that reach the target with the first, or nearly.
@@ -55,10 +54,11 @@ class Plan:
         return SHARE * max(ends) if self.higher else min(ends) / SHARE
 
     def value(self, curve: list[float]) -> float:
-        """How good the end of a run is: more is better, a run that failed or diverged the worst."""
+        """How fast and how well a run learns: its mean quality; more is better, a run that failed or diverged the worst."""
         if not curve or math.isnan(curve[-1]):
             return -math.inf
-        return curve[-1] if self.higher else -curve[-1]
+        mean = statistics.mean(quality for quality in curve if not math.isnan(quality))
+        return mean if self.higher else -mean
 
     def nears(self, qualities: list[float], target: float) -> bool:
         """Whether the target was met, or nearly."""
@@ -205,7 +205,7 @@ def measure(name: str, options: Any) -> None:
     text += (
         f"\nSeconds until the average of the ranks' models has {goal} (95 % of the best that a peer reaches in this time), judged every {plan.every:g} s, and its quality after {plan.lasts:g} s; median "
         f"(least-most) of {seeds} seed(s), one for those that never came to {NEAR:.0%} of the target with the first. Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, "
-        f"for every peer the one with which it ended best at {bandwidths[-1]} and the first seed, after {plan.search:g} s (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
+        f"for every peer the one with the best mean quality over {plan.search:g} s at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
         f"batch {tasks.OPTIONS[name]['batch']} a rank. A run during which others took more than {QUIET:.0%} of this machine was made again, up to {TRIES} times; the quietest counts (they took {statistics.median(trials.stolen):.1%} in the median, {max(trials.stolen):.1%} at most)."
     )
     finish(section, text, options, where=where, measured=peers)

@@ -54,6 +54,12 @@ def test_the_search_finds_the_best_rate_on_either_side(steps: int) -> None:
     assert len(set(tried)) <= abs(steps) + 3
 
 
+def test_of_two_runs_that_end_alike_the_faster_is_better() -> None:
+    assert PLAN.value([math.nan, 0.5, 0.9]) > PLAN.value([math.nan, 0.4, 0.9])
+    loss = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False)
+    assert loss.value([3.0, 1.0]) > loss.value([4.0, 1.0])
+
+
 def test_a_run_that_failed_or_diverged_is_worse_than_any_other() -> None:
     for plan in (PLAN, Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False)):
         assert plan.value([]) == plan.value([0.5, math.nan]) < plan.value([0.1, 9.0])
