@@ -105,11 +105,13 @@ def scaling(lines: Lines) -> str:
 
 CLAIMS: list[tuple[str, str, Callable[[Lines], str]]] = [
     ("Slow links cost little: two nodes of two ranks, 500 Mbit/s, 4 MB", "throughput-main", throughput),
+    ("The same on 16 cores, fewer peers", "throughput-main-16-cores", throughput),
     *((f"Time to accuracy, {TITLES[task]}", f"time-to-accuracy-{task}", accuracy(task)) for task in PLANS),
     ("One rank of four is ten times slower", "stragglers", stragglers),
+    ("The same on 16 cores, fewer peers, one round", "stragglers-16-cores", stragglers),
     ("One rank of four is killed", "kill", kill),
     ("Traffic: two nodes of two ranks, 4 MB", "footprint", footprint),
-    ("Many ranks, 500 Mbit/s, 1 MB", "scaling", scaling),
+    ("Many ranks, 500 Mbit/s, 1 MB, 16 cores", "scaling-16-cores", scaling),
 ]
 
 

@@ -23,7 +23,7 @@ def test_a_claim_without_raw_figures_keeps_its_row(tmp_path: Path) -> None:
     found = measured(tmp_path)
     assert found["kill"] == "everybody goes on: a (0.1 s); b"
     assert found["throughput-main"] == "fast"
-    assert found["scaling"] == "not measured yet"
+    assert found["scaling-16-cores"] == "not measured yet"
 
 
 def test_raw_figures_replace_what_was_there(tmp_path: Path) -> None:
