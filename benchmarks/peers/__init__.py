@@ -48,8 +48,8 @@ class Peer:
         return None
 
 
-def _ours(strategy: str, period: int = 1) -> Peer:
-    return Peer(strategy, "ours", {"strategy": strategy}, period=period, ours=True)
+def _ours(strategy: str, period: int = 1, *, rare: bool = False) -> Peer:
+    return Peer(strategy, "ours", {"strategy": strategy}, period=period, ours=True, rare=rare)
 
 
 FREE = "no communication"
@@ -79,6 +79,7 @@ LINEUP: list[Peer] = [
     _ours("delay-by-one"),
     _ours("delay-by-one:replica=node"),
     _ours("diloco:period=16,delay=4", 16),
+    _ours("diloco:period=64,delay=16", 64, rare=True),
     _ours("adpsgd:topology=ring"),
     _ours("adpsgd:topology=random-ring"),
     _ours("adpsgd:topology=random-ring,cpu_share=1.0"),
