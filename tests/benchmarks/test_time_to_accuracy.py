@@ -33,13 +33,13 @@ def test_a_target_that_is_never_met_takes_for_ever() -> None:
     assert PLAN.reached([], 0.8) == math.inf
 
 
-def test_who_nears_the_target_is_measured_further() -> None:
+def test_who_is_much_later_than_the_fastest_has_one_seed() -> None:
+    nothing, fast, slow = [], [0.1, 0.75, 0.2, 0.2], [0.1, 0.2, 0.3, 0.9]
+    assert PLAN.near({"a": [nothing, fast], "b": [slow, slow], "c": [[0.1, 0.7], nothing]}, 0.8) == {"a"}
+    assert PLAN.near({"b": [slow, slow], "c": [[0.1, 0.7], nothing]}, 0.8) == {"b"}
+    assert PLAN.near({"c": [[0.1, 0.7], nothing]}, 0.8) == set()
     loss = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False)
-    assert PLAN.nears([0.1, 0.75, 0.2], 0.8)
-    assert not PLAN.nears([0.1, 0.7], 0.8)
-    assert loss.nears([3.0, 2.1], 2.0)
-    assert not loss.nears([3.0, 2.3], 2.0)
-    assert not loss.nears([], 2.0)
+    assert loss.near({"a": [[3.0, 2.1]], "b": [[2.3, 2.25]]}, 2.0) == {"a"}
 
 
 @pytest.mark.parametrize("steps", [-3, -1, 0, 1, 2, 3])
