@@ -79,7 +79,13 @@ class Plan:
 
 PLANS = {
     "digits": Plan(lasts=10.0, every=0.25, search=10.0, seconds=0.03),
-    "cifar10": Plan(lasts=20.0, every=0.5, search=10.0, seconds=0.04, left_out=("cpu_share",)),
+    "cifar10": Plan(
+        lasts=20.0,
+        every=0.5,
+        search=10.0,
+        seconds=0.04,
+        left_out=("cpu_share", "PowerSGD", "PostLocalSGD, period 4", "Heat"),
+    ),
     "an4": Plan(lasts=24.0, every=1.0, search=24.0, seconds=0.05, higher=False),
 }
 STEP = 2.5  # from one learning rate to the next
