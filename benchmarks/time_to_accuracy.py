@@ -3,8 +3,8 @@
     python benchmarks/time_to_accuracy.py [--task digits|cifar10|an4] [--quick]       (Linux, root; make peers before)
 
 Two nodes of two ranks. Every peer trains for the same time with the same model, first parameters and batches, at a learning rate of its
-own: the one with the best mean quality over a run at the last bandwidth and the first seed, found by climbing from a common one, in
-shorter runs where whole ones take long. A rank keeps a copy of its model now and then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on the test
+own: the one with the best mean quality over a run (of a loss: over its second half) at the last bandwidth and the first seed, found by
+climbing from a common one, in shorter runs where whole ones take long. A rank keeps a copy of its model now and then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on the test
 set. So nobody is stopped, and local models count as what they would be saved as. CIFAR-10 and AN4 are read from ../shared/data and
 left out where they are not there. Every run is kept in results/bench/; with `--earlier` those are not made again. One seed unless
 `--rounds` asks for more, and further ones only for those that are not much slower than the fastest.
@@ -47,6 +47,8 @@ class Plan:
     search: float
     seconds: float
     higher: bool = True
+    skipped: float = 0.0
+    """The part of a run that does not count for the choice of the learning rate: a loss falls from far above all that matters."""
     left_out: tuple[str, ...] = ()
 
     def target(self, peers_curves: Iterable[list[float]]) -> float:
@@ -60,7 +62,8 @@ class Plan:
         """How fast and how well a run learns: its mean quality; more is better, a run that failed or diverged the worst."""
         if not curve or math.isnan(curve[-1]):
             return -math.inf
-        mean = statistics.mean(quality for quality in curve if not math.isnan(quality))
+        counted = curve[round(self.skipped * len(curve)) :]
+        mean = statistics.mean(quality for quality in counted if not math.isnan(quality))
         return mean if self.higher else -mean
 
     def near(self, curves: Mapping[str, Sequence[list[float]]], target: float) -> set[str]:
@@ -86,7 +89,15 @@ PLANS = {
         seconds=0.04,
         left_out=("cpu_share", "PowerSGD", "PostLocalSGD, period 4", "Heat"),
     ),
-    "an4": Plan(lasts=24.0, every=1.0, search=24.0, seconds=0.05, higher=False),
+    "an4": Plan(
+        lasts=24.0,
+        every=1.0,
+        search=24.0,
+        seconds=0.05,
+        higher=False,
+        skipped=0.5,
+        left_out=("PowerSGD", "period 64", "period=64"),
+    ),
 }
 STEP = 2.5  # from one learning rate to the next
 FARTHEST = 3  # steps from where the search begins
@@ -217,7 +228,7 @@ def measure(name: str, options: Any) -> None:
     text += (
         f"\nSeconds until the average of the ranks' models has {goal} (95 % of the best that a peer reaches in this time), judged every {plan.every:g} s, and its quality after {plan.lasts:g} s; median "
         f"(least-most) of {seeds} seed(s), one for those that with it took more than {MUCH_LATER:g} times as long to {NEAR:.0%} of the target as the fastest. Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, "
-        f"for every peer the one with the best mean quality over {plan.search:g} s at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
+        f"for every peer the one with the best mean quality over {f'the last {plan.search * (1 - plan.skipped):g} of ' if plan.skipped else ''}{plan.search:g} s at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
         f"batch {tasks.OPTIONS[name]['batch']} a rank. A run during which others took more than {QUIET:.0%} of this machine was made again, up to {TRIES} times; the quietest counts (they took {statistics.median(trials.stolen):.1%} in the median, {max(trials.stolen):.1%} at most)."
     )
     finish(section, text, options, where=where, measured=peers)

@@ -165,6 +165,7 @@ class Cluster:
     def _start(self, preload: str, patience: float) -> None:
         paths = [str(BENCHMARKS), str(PROJECT / "src"), os.environ.get("PYTHONPATH", "")]
         env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "LOOSESTEP_PRELOAD": preload}
+        env["CUDA_VISIBLE_DEVICES"] = ""  # several peers take a GPU that they see for theirs
         command = [sys.executable, "-c", _FIND_PIPE, self._folder.name]
         self._env = env
         self._job = self.lab.start(command, env=env, output=self._hear)

@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "an4": {"preset": "tiny", "layers": 1, "cells": 96, "stack": 4, "batch": 4},
 }
 FOLDERS = {"digits": None, "cifar10": "cifar10", "an4": "an4"}
-RATES = {"digits": 0.05, "cifar10": 0.05, "an4": 4e-3}
+RATES = {"digits": 0.05, "cifar10": 0.05, "an4": 0.01}
 """Where the search for a peer's learning rate begins."""
 QUALITY = {"digits": "accuracy", "cifar10": "accuracy", "an4": "loss"}
 TITLES = {

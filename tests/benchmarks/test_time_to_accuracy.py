@@ -60,6 +60,11 @@ def test_of_two_runs_that_end_alike_the_faster_is_better() -> None:
     assert loss.value([3.0, 1.0]) > loss.value([4.0, 1.0])
 
 
+def test_where_a_loss_comes_from_does_not_choose_a_rate() -> None:
+    loss = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False, skipped=0.5)
+    assert loss.value([9.0, 9.0, 2.0, 1.0]) > loss.value([4.0, 3.0, 2.0, 1.5])
+
+
 def test_a_run_that_failed_or_diverged_is_worse_than_any_other() -> None:
     for plan in (PLAN, Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False)):
         assert plan.value([]) == plan.value([0.5, math.nan]) < plan.value([0.1, 9.0])
