@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,13 @@ class Plan:
     """The part of a run that does not count for the choice of the learning rate: a loss falls from far above all that matters."""
     left_out: tuple[str, ...] = ()
 
-    def target(self, peers_curves: Iterable[list[float]]) -> float:
-        """95 % of the best that any peer (none of ours) has at the end of any run; for a loss, that divided by 95 %."""
-        ends = [curve[-1] for curve in peers_curves if curve and not math.isnan(curve[-1])]
+    def target(self, curves: Mapping[str, Sequence[list[float]]]) -> float:
+        """95 % of what the best peer (none of ours) has at the end, in the median of its seeds; for a loss, that divided by 95 %."""
+        ends = [
+            Spread(tuple(curve[-1] for curve in found)).median
+            for peer, found in curves.items()
+            if not find(peer).ours and all(found) and not any(math.isnan(curve[-1]) for curve in found)
+        ]
         if not ends:
             return math.nan
         return SHARE * max(ends) if self.higher else min(ends) / SHARE
@@ -66,10 +70,10 @@ class Plan:
         mean = statistics.mean(quality for quality in counted if not math.isnan(quality))
         return mean if self.higher else -mean
 
-    def near(self, curves: Mapping[str, Sequence[list[float]]], target: float) -> set[str]:
-        """The peers worth another seed: with one of their curves not much later at (nearly) the target than the fastest."""
+    def near(self, curves: Mapping[str, list[float]], target: float) -> set[str]:
+        """The peers worth another seed: not much later at (nearly) the target than the fastest."""
         eased = target * NEAR if self.higher else target / NEAR
-        times = {peer: min(self.reached(curve, eased) for curve in found) for peer, found in curves.items()}
+        times = {peer: self.reached(curve, eased) for peer, curve in curves.items()}
         return {peer for peer, seconds in times.items() if seconds <= MUCH_LATER * min(times.values()) < math.inf}
 
     def reached(self, qualities: list[float], target: float) -> float:
@@ -113,7 +117,7 @@ LEFT_OUT = (
     "hierarchical",
 )
 QUICK = ("torch DDP", "daso:period=4,delay=1")
-Curves = dict[tuple[str, str], list[list[float]]]
+Curves = dict[str, dict[str, list[list[float]]]]
 """By bandwidth and peer: a list of qualities a seed, one every `Plan.every` seconds."""
 
 
@@ -200,7 +204,7 @@ def measure(name: str, options: Any) -> None:
     bandwidths = options.bandwidth or (BANDWIDTHS[1:] if options.quick else BANDWIDTHS)
     seeds = options.rounds or 1
     tasks.build(name, 0)  # decodes into the cache, once instead of on every rank
-    curves: Curves = {}
+    curves: Curves = {bandwidth: {} for bandwidth in bandwidths}
     rates: dict[str, float] = {}
     with Cluster(2, 2, preload="harness.tasks,sklearn.datasets,kaldi_native_fbank", tries=TRIES) as cluster:
         trials = Trials(name, plan, cluster, options)
@@ -215,18 +219,23 @@ def measure(name: str, options: Any) -> None:
             for rate in bandwidths:
                 for peer in (peer for peer in peers if peer.name in near):
                     curve = trials.curve(peer, rate, rates[peer.name], seed, plan.lasts)
-                    curves.setdefault((rate, peer.name), []).append(curve)
-            target = plan.target(curve for (_, p), found in curves.items() if not find(p).ours for curve in found)
-            first = {peer: [curves[rate, peer][0] for rate in bandwidths] for peer in near}
-            near = plan.near(first, target)
-    lines = ({"rate": r, "peer": p, "lr": rates[p], "curves": c, "target": target} for (r, p), c in curves.items())
+                    curves[rate].setdefault(peer.name, []).append(curve)
+            targets = {rate: plan.target(found) for rate, found in curves.items()}
+            first = {rate: {peer: found[peer][0] for peer in near} for rate, found in curves.items()}
+            near = set().union(*(plan.near(first[rate], targets[rate]) for rate in bandwidths))
+    lines = (
+        {"rate": rate, "peer": peer, "lr": rates[peer], "curves": found, "target": targets[rate]}
+        for rate in bandwidths
+        for peer, found in curves[rate].items()
+    )
     keep(f"time-to-accuracy-{name}", lines, options)
     section = f"time-to-accuracy-{name}"
-    goal = f"{target:.1%} test accuracy" if plan.higher else f"a test loss of {target:.3f}"
-    text = f"## Time to accuracy: {TITLES[name]}\n\n{rows_of(plan, target, bandwidths, rates, curves)}\n\n"
-    text += picture(section, plan, target, bandwidths[0], peers, curves, options)
+    goals = " and ".join(f"{target:.1%}" if plan.higher else f"{target:.3f}" for target in targets.values())
+    goal = f"a test {'accuracy' if plan.higher else 'loss'} of {goals}"
+    text = f"## Time to accuracy: {TITLES[name]}\n\n{rows_of(plan, targets, rates, curves)}\n\n"
+    text += picture(section, plan, targets, peers, curves, options)
     text += (
-        f"\nSeconds until the average of the ranks' models has {goal} (95 % of the best that a peer reaches in this time), judged every {plan.every:g} s, and its quality after {plan.lasts:g} s; median "
+        f"\nSeconds until the average of the ranks' models has {goal} ({' and '.join(bandwidths)}: 95 % of what the best peer has at the end there), judged every {plan.every:g} s, and its quality after {plan.lasts:g} s; median "
         f"(least-most) of {seeds} seed(s), one for those that with it took more than {MUCH_LATER:g} times as long to {NEAR:.0%} of the target as the fastest. Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, "
         f"for every peer the one with the best mean quality over {f'the last {plan.search * (1 - plan.skipped):g} of ' if plan.skipped else ''}{plan.search:g} s at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
         f"batch {tasks.OPTIONS[name]['batch']} a rank. A run during which others took more than {QUIET:.0%} of this machine was made again, up to {TRIES} times; the quietest counts (they took {statistics.median(trials.stolen):.1%} in the median, {max(trials.stolen):.1%} at most)."
@@ -234,13 +243,13 @@ def measure(name: str, options: Any) -> None:
     finish(section, text, options, where=where, measured=peers)
 
 
-def rows_of(plan: Plan, target: float, bandwidths: tuple[str, ...], rates: dict[str, float], curves: Curves) -> str:
+def rows_of(plan: Plan, targets: Mapping[str, float], rates: dict[str, float], curves: Curves) -> str:
     """A pair of columns for each bandwidth."""
     rows = []
     for peer, lr in rates.items():
         row = [find(peer).label, f"{lr:g}"]
-        for rate in bandwidths:
-            found = curves[rate, peer]
+        for rate, target in targets.items():
+            found = curves[rate][peer]
             ends = tuple(qualities[-1] for qualities in found if qualities)
             row.append(
                 Spread(tuple(plan.reached(qualities, target) for qualities in found))
@@ -249,14 +258,18 @@ def rows_of(plan: Plan, target: float, bandwidths: tuple[str, ...], rates: dict[
             )
             row.append(Spread(ends).text(".3f") if ends else "failed")
         rows.append(row)
-    headers = [text for rate in bandwidths for text in (f"s to target, {rate}", f"at the end, {rate}")]
+    headers = [text for rate in targets for text in (f"s to target, {rate}", f"at the end, {rate}")]
     return table(["", "learning rate", *headers], rows)
 
 
-def picture(name: str, plan: Plan, target: float, rate: str, peers: list[Peer], curves: Curves, options: Any) -> str:
+def picture(
+    name: str, plan: Plan, targets: Mapping[str, float], peers: list[Peer], curves: Curves, options: Any
+) -> str:
+    rate, target = next(iter(targets.items()))
+
     def draw(axes: Any) -> None:
         for peer in peers:
-            qualities = curves[rate, peer.name][0]
+            qualities = curves[rate][peer.name][0]
             moments = [plan.every * (number + 1) for number in range(len(qualities))]
             axes.plot(moments, qualities, label=peer.name, linestyle="-" if peer.ours else "--", linewidth=1)
         axes.axhline(target, color="black", linewidth=0.5)

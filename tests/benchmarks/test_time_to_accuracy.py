@@ -14,14 +14,21 @@ from time_to_accuracy import STEP, Plan, Trials, climb
 PLAN = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0)
 
 
-def test_the_target_is_a_share_of_the_best_end_of_a_peer() -> None:
-    assert PLAN.target([[0.2, 0.8], [0.9, 0.6], [], [math.nan]]) == pytest.approx(0.95 * 0.8)
+def test_the_target_is_a_share_of_the_best_median_end_of_a_peer() -> None:
+    curves = {
+        "torch DDP": [[0.2, 0.8], [0.9, 0.6], [0.3, 0.7]],
+        "decent-dp, ring": [[0.8, 0.6], [0.8, 0.5]],
+        "torch DDP, bf16 hook": [[]],
+        "torchft LocalSGD, period 8": [[0.9, math.nan]],
+        "daso": [[0.9, 0.99]],
+    }
+    assert PLAN.target(curves) == pytest.approx(0.95 * 0.7)
+    assert math.isnan(PLAN.target({"daso": [[0.9]]}))
 
 
 def test_the_target_of_a_loss_lies_above_the_best() -> None:
-    assert Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False).target(
-        [[3.0, 1.9], [2.5]]
-    ) == pytest.approx(2.0)
+    loss = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False)
+    assert loss.target({"torch DDP": [[3.0, 1.9]], "decent-dp, ring": [[2.5]]}) == pytest.approx(2.0)
 
 
 def test_the_first_moment_at_or_past_the_target_counts() -> None:
@@ -34,12 +41,12 @@ def test_a_target_that_is_never_met_takes_for_ever() -> None:
 
 
 def test_who_is_much_later_than_the_fastest_has_one_seed() -> None:
-    nothing, fast, slow = [], [0.1, 0.75, 0.2, 0.2], [0.1, 0.2, 0.3, 0.9]
-    assert PLAN.near({"a": [nothing, fast], "b": [slow, slow], "c": [[0.1, 0.7], nothing]}, 0.8) == {"a"}
-    assert PLAN.near({"b": [slow, slow], "c": [[0.1, 0.7], nothing]}, 0.8) == {"b"}
-    assert PLAN.near({"c": [[0.1, 0.7], nothing]}, 0.8) == set()
+    fast, slow = [0.1, 0.75, 0.2, 0.2], [0.1, 0.2, 0.3, 0.9]
+    assert PLAN.near({"a": fast, "b": slow, "c": [0.1, 0.7], "d": []}, 0.8) == {"a"}
+    assert PLAN.near({"b": slow, "c": [0.1, 0.7], "d": []}, 0.8) == {"b"}
+    assert PLAN.near({"c": [0.1, 0.7], "d": []}, 0.8) == set()
     loss = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False)
-    assert loss.near({"a": [[3.0, 2.1]], "b": [[2.3, 2.25]]}, 2.0) == {"a"}
+    assert loss.near({"a": [3.0, 2.1], "b": [2.3, 2.25]}, 2.0) == {"a"}
 
 
 @pytest.mark.parametrize("steps", [-3, -1, 0, 1, 2, 3])
