@@ -156,6 +156,7 @@ class NodeGossipEngine(GossipEngine):
 
     def enter_consensus(self) -> Callable[[], None]:
         """Each local rank fetches the mean of its shard, then they share them."""
+        self._learner.replica.staging.leave()
         self._comm.meet(Kind.CONSENSUS)
         return self._swap_in()
 
@@ -168,6 +169,7 @@ class NodeGossipEngine(GossipEngine):
         self._adopt(mean)
 
         def restore() -> None:
+            self._learner.replica.wait_for_readers()
             self._adopt(stash)
             for tensor, old in zip(self._owned, held, strict=True):
                 local(tensor).copy_(old)
@@ -177,6 +179,7 @@ class NodeGossipEngine(GossipEngine):
     def finish(self) -> None:
         """First the ranks of the node meet, then the nodes."""
         self._ending = True
+        self._learner.replica.staging.leave()
         self._comm.meet(Kind.FINISH)
         self._take_the_newest()
         vector = self._vector()
@@ -200,10 +203,11 @@ class NodeGossipEngine(GossipEngine):
 
     def join(self, invitation: Invitation) -> None:
         """Take part in what the node's other ranks do while this one waits."""
-        if invitation.kind is Kind.EXCHANGE:
-            self._land(completely)
-        else:
-            self._swap_in()()
+        with self._learner.replica.staging.stand_in():
+            if invitation.kind is Kind.EXCHANGE:
+                self._land(completely)
+            else:
+                self._swap_in()()
 
     def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of the gradient buckets."""
