@@ -167,6 +167,7 @@ class NodeGossipEngine(GossipEngine):
             write(self._pieces(mean), torch.from_numpy(self._mailbox.consensus(timeout=None)))
         self._share(mean)
         self._adopt(mean)
+        self._floor_at_zero()
 
         def restore() -> None:
             self._learner.replica.wait_for_readers()
@@ -183,10 +184,12 @@ class NodeGossipEngine(GossipEngine):
         self._comm.meet(Kind.FINISH)
         self._take_the_newest()
         vector = self._vector()
+        self._require_sound(self._pieces(vector))
         if self._mailbox is not None:
             self._mailbox.finish(self._pieces(vector))
         self._share(vector)
         self._adopt(vector)
+        self._floor_at_zero()
         self._comm.close()
         self._end()
 
