@@ -79,8 +79,9 @@ def fate(outcome: Outcome) -> tuple[float, float, str]:
         shares.append(after / before if before else 0.0)
     if alive:
         return alive, max(gaps), f"{min(shares):.0%}"
-    if outcome.failed_at:
-        ended = min(moment for rank, moment in outcome.failed_at.items() if rank != VICTIM) if outcome.failures else 0.0
+    failed = [moment for rank, moment in outcome.failed_at.items() if rank != VICTIM]
+    if failed:
+        ended = min(failed)
         return 0, ended - killed, f"end after {ended - killed:.1f} s: {short(outcome.failed or '')}"
     return 0, float("inf"), "hang"
 

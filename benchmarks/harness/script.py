@@ -58,8 +58,11 @@ def lineup(
 def absent(measured: Sequence[Peer], *, network: bool) -> str:
     """A line about the peers that are not in the table, each with its reason."""
     reasons = dict(NOT_MEASURED)
-    for peer in choose(full=True):
+    for peer in choose(full=True, rare=True):
         if peer not in measured and not peer.ours and peer.name != FREE:
+            if peer.rare:
+                reasons[peer.name] = "exchanges too rarely to be timed here"
+                continue
             alone = peer.launcher == "mpirun" and not network
             left_out = (
                 "mpirun needs nodes with a network, here all share the loopback" if alone else "left out for time"

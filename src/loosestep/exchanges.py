@@ -61,6 +61,10 @@ class CollectiveEngine:
             self._world.pulse.check()
             self._world.pulse.step = step
         self._comm.step = step
+        if self.averager is not None:
+            if self.averager.backwards > 1:  # one of them without a step
+                self._strategy.scaled(self.state)
+            self.averager.backwards = 0
         self._strategy.boundary(self.state, self)
 
     def enter_consensus(self) -> Callable[[], None]:
@@ -71,6 +75,7 @@ class CollectiveEngine:
         self._adopt_mean(mean)
 
         def restore() -> None:
+            self._replica.wait_for_readers()
             self._replica.assign(stash)
             self._replica.assign_buffers(buffers)
 
@@ -256,6 +261,8 @@ class CollectiveEngine:
         """All replicas are here: each becomes their mean, momentum included, so that they stay equal in lockstep."""
         self._adopt_mean(self._mean())
         self._average_optimizers()
+        if any(scaled for (scaled,) in self._comm.census(self.state.get("scaled", False))):
+            self._strategy.scaled(self.state)
         self._strategy.gathered(self.state)
         self.trace.emit("phase", name="cool-down", step=self.state["step"])
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loosestep.comm.base import LostPeer, Vector
+from loosestep.comm.base import CommError, LostPeer, Vector
 from loosestep.comm.collective import Collective
 from loosestep.comm.courier import Pending
 from loosestep.comm.mailbox import Mailbox
@@ -216,13 +216,16 @@ class GossipEngine:
         tensors = self._tensors()
         stash = [tensor.clone() for tensor in tensors]
         write(tensors, mean)
+        self._floor_at_zero()
         return lambda: torch._foreach_copy_(self._tensors(), stash)
 
     def finish(self) -> None:
         """Answer until every live learner is done, then hold the same parameters as all of them."""
         assert self._mailbox is not None
         start, self._ending = self.trace.clock(), True
+        self._require_sound(self._tensors())
         self._mailbox.finish(self._tensors())
+        self._floor_at_zero()
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="finish")
         self._end()
 
@@ -304,6 +307,19 @@ class GossipEngine:
         """Variances stay positive: a late delta may pull one below zero."""
         for variance, floor in zip(self._variances, floors, strict=False):
             torch.where(variance < 0, floor, variance, out=variance)
+
+    def _floor_at_zero(self) -> None:
+        """Variances of the mean, the same on every rank."""
+        for variance in self._variances:
+            variance.clamp_(min=0)
+
+    def _require_sound(self, tensors: Vector) -> None:
+        """A learner whose parameters are spoilt leaves before the others average theirs."""
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            raise CommError(
+                f"the parameters of rank {self._world.rank} contain NaN or Inf at step {self._learner.state['step']}: they are not part of the "
+                "result, and the other ranks end without this one. Lower the learning rate or clip gradients"
+            )
 
     def _event(self, kind: str, **fields: Any) -> None:
         """Called by the mailbox, from either thread: log it, and tell the user once what concerns him."""

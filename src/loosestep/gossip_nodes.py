@@ -156,6 +156,7 @@ class NodeGossipEngine(GossipEngine):
 
     def enter_consensus(self) -> Callable[[], None]:
         """Each local rank fetches the mean of its shard, then they share them."""
+        self._learner.replica.staging.leave()
         self._comm.meet(Kind.CONSENSUS)
         return self._swap_in()
 
@@ -166,8 +167,10 @@ class NodeGossipEngine(GossipEngine):
             write(self._pieces(mean), torch.from_numpy(self._mailbox.consensus(timeout=None)))
         self._share(mean)
         self._adopt(mean)
+        self._floor_at_zero()
 
         def restore() -> None:
+            self._learner.replica.wait_for_readers()
             self._adopt(stash)
             for tensor, old in zip(self._owned, held, strict=True):
                 local(tensor).copy_(old)
@@ -177,13 +180,16 @@ class NodeGossipEngine(GossipEngine):
     def finish(self) -> None:
         """First the ranks of the node meet, then the nodes."""
         self._ending = True
+        self._learner.replica.staging.leave()
         self._comm.meet(Kind.FINISH)
         self._take_the_newest()
         vector = self._vector()
+        self._require_sound(self._pieces(vector))
         if self._mailbox is not None:
             self._mailbox.finish(self._pieces(vector))
         self._share(vector)
         self._adopt(vector)
+        self._floor_at_zero()
         self._comm.close()
         self._end()
 
@@ -200,10 +206,11 @@ class NodeGossipEngine(GossipEngine):
 
     def join(self, invitation: Invitation) -> None:
         """Take part in what the node's other ranks do while this one waits."""
-        if invitation.kind is Kind.EXCHANGE:
-            self._land(completely)
-        else:
-            self._swap_in()()
+        with self._learner.replica.staging.stand_in():
+            if invitation.kind is Kind.EXCHANGE:
+                self._land(completely)
+            else:
+                self._swap_in()()
 
     def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of the gradient buckets."""

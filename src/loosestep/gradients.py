@@ -230,6 +230,7 @@ class GradientAverager:
         self._paused = 0
         self._open: Scope | None = None
         self._rounds = 0
+        self.backwards = 0  # since the last step; the engine counts from there
         self._buckets[0].checksum = 0.0  # of the first rounds, to notice ranks that see the same data
         ready = torch.compiler.disable(self._ready)
         self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in params]
@@ -271,6 +272,7 @@ class GradientAverager:
 
     def _begin(self) -> None:
         self._worked(0.0)
+        self.backwards += 1
         self._open = self._scope()
         # A callback that is queued by a callback comes after those of DDP and fully_shard.
         at_end = torch.autograd.Variable._execution_engine.queue_callback

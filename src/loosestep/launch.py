@@ -53,6 +53,11 @@ def local_places(
     return places(command, counts, address, port, env=env), host_store(listener)
 
 
+def run_key() -> str:
+    """The user's key for gossip, or a new one."""
+    return os.environ.get("LOOSESTEP_KEY") or secrets.token_hex(16)
+
+
 def places(
     command: Sequence[str], counts: Sequence[int], address: str, port: int, *, env: Mapping[str, str] | None = None
 ) -> list[Place]:
@@ -93,7 +98,7 @@ def variables_of_ranks(counts: Sequence[int], address: str, port: int) -> list[t
         "TORCHELASTIC_RUN_ID": f"loosestep-{os.getpid()}-{port}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"),
-        "LOOSESTEP_KEY": os.environ.get("LOOSESTEP_KEY") or secrets.token_hex(16),
+        "LOOSESTEP_KEY": run_key(),
     }
     positions = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     own = [

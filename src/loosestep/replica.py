@@ -206,6 +206,11 @@ class Replica:
         for buffer, piece in zip(self.floating, packed.split([b.numel() for b in self.floating]), strict=False):
             buffer.copy_(piece.view(buffer.shape))
 
+    def wait_for_readers(self) -> None:
+        """A GPU may still be fetching offloaded parameters from the host: before they are overwritten out of turn."""
+        if self.sharded and not self.staging.remote and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
     def find_bad(self) -> str | None:
         """The name of the first parameter that holds NaN or Inf."""
         return next((self.names[id(p)] for p in self.params if not bool(local(p).isfinite().all())), None)

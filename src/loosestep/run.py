@@ -165,6 +165,10 @@ class Run:
             self._break(f"rank {self.rank} left the run: {type(error).__name__}: {error}", culprit=_culprit(error))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if (
+            getattr(optimizer, "found_inf", None) is not None
+        ):  # a GradScaler leaves it to a fused optimizer to do nothing
+            self.strategy.scaled(self.state)
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self.optimizers):
             self._stepped.clear()

@@ -52,7 +52,7 @@ class Staging:
                 host.copy_(near)
             return nothing
         self._out.wait_event(after or torch.cuda.current_stream(self.device).record_event())
-        with torch.cuda.stream(self._out):
+        with self._on(self._out):
             for host, near in pairs:
                 host.copy_(near, non_blocking=True)
         arrived = torch.cuda.Event(blocking=True)  # whoever waits sleeps instead of spinning
@@ -66,7 +66,7 @@ class Staging:
                 near.copy_(host)
             return
         self._back.wait_event(self._consumed)
-        with torch.cuda.stream(self._back):
+        with self._on(self._back):
             for host, near in pairs:
                 near.copy_(host, non_blocking=True)
         self._came.record(self._back)
@@ -91,7 +91,7 @@ class Staging:
         if not self.remote:
             yield
             return
-        with torch.cuda.stream(self._back):
+        with self._on(self._back):
             if after is not None:
                 self._back.wait_event(after)
             yield
@@ -109,7 +109,13 @@ class Staging:
 
     def stand_in(self) -> AbstractContextManager[object]:
         """A communication thread does the compute thread's work, on its stream."""
-        return torch.cuda.stream(self._compute) if self.remote else nullcontext()
+        return self._on(self._compute) if self.remote else nullcontext()
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Work on a stream. On its device first: a thread begins on device 0, where returning to it would open a context."""
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
 
 
 class Image:

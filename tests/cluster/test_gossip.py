@@ -305,3 +305,24 @@ def test_delay_by_one_is_its_formula(older):
         previous, now = now, [mean - 0.1 * (at[rank] - rank) for rank in range(4)]
     for _, end in results:
         torch.testing.assert_close(end, sum(now) / 4, rtol=0, atol=1e-12)
+
+
+def spoil(rank: int, spec: str, victim: int):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    run = loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), spec, deadline=20)
+    if rank == victim:
+        model.weight.data.fill_(float("nan"))
+        with pytest.raises(loosestep.CommError, match=f"the parameters of rank {victim} contain NaN or Inf"):
+            run.finish()
+        return None
+    run.finish()
+    return flat(model)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_learner_that_ends_with_nan_spoils_nobody(victim):
+    ends = [end for end in ranks(3, spoil, spec="adpsgd", victim=victim) if end is not None]
+    assert len(ends) == 2
+    assert torch.equal(ends[0], ends[1])
+    assert ends[0].isfinite().all()

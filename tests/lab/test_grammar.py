@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loosestep.lab import grammar
+from loosestep.lab import Lab, grammar
 from loosestep.lab.grammar import Kill, Partition, Stop
 
 
@@ -71,3 +71,20 @@ def test_a_completed_partition_holds_every_node_once(nodes: int, data: st.DataOb
     complete = grammar.complete(groups, nodes)
     assert sorted(node for group in complete for node in group) == list(range(nodes))
     assert complete[: len(groups)] == groups
+
+
+@pytest.mark.parametrize("text", ["40gbit", "0.0001kbit"])
+def test_a_rate_that_no_token_bucket_keeps_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="between 1kbit and 32gbit"):
+        grammar.link("0-1=" + text)
+
+
+def test_a_link_has_one_rate() -> None:
+    assert grammar.links(["0-1=50mbit", "1-2=20mbit"]) == {(0, 1): "50mbit", (1, 2): "20mbit"}
+    with pytest.raises(ValueError, match="--link 1-0: this pair has two rates"):
+        grammar.links(["0-1=50mbit", "1-0=20mbit"])
+
+
+def test_uneven_nodes_are_refused_before_torchrun_starts() -> None:
+    with pytest.raises(ValueError, match=r"same number of ranks on every node, got \[2, 1\]"):
+        Lab(2, [2, 1], network=False, launcher="torchrun")

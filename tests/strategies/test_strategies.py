@@ -3,10 +3,11 @@
 from dataclasses import FrozenInstanceError
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loosestep import DASO, AllReduce, DelayByOne, LocalSGD, strategy
+from loosestep import ADPSGD, DASO, AllReduce, DelayByOne, LocalSGD, strategy
 
 
 @pytest.mark.parametrize(
@@ -128,3 +129,9 @@ def test_a_loss_that_is_not_a_number_is_no_improvement():
         daso.evaluate(state, float("nan"))
     assert state["period"] == 2
     assert state["best"] is None
+
+
+def test_a_mixing_matrix_may_be_an_array():
+    matrix = torch.full((2, 2), 0.5)
+    assert ADPSGD(topology=matrix.numpy()) == ADPSGD(topology=matrix) == ADPSGD(topology=[[0.5, 0.5], [0.5, 0.5]])
+    assert "0.5" in str(ADPSGD(topology=matrix))

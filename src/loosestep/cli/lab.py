@@ -60,7 +60,7 @@ def lab(
                 nodes,
                 parse_ranks(ranks_per_node),
                 bandwidth=bandwidth,
-                links=dict(map(grammar.link, link or [])),
+                links=grammar.links(link or []),
                 delay=delay,
                 loss=loss,
                 flip=flip,

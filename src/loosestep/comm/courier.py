@@ -169,7 +169,10 @@ class Courier:
         """The next beat, question or repetition."""
         times = [time.monotonic() + self._timing.beat]
         times += [link.sent + self._timing.beat for peer, link in self.links.items() if self._there(peer)]
-        times += [link.moved + link.patience for link in self.links.values() if link.edge.pending]
+        alive = self.members.alive()  # nothing is repeated to one who is silent: it is sent again when he is heard
+        times += [
+            link.moved + link.patience for peer, link in self.links.items() if link.edge.pending and peer in alive
+        ]
         fetches = [*self.fetches, *([self.ending.fetch] if self.ending.fetch else [])]
         times += [due for due in (fetch.next_ask() for fetch in fetches) if due is not None]
         return min(times)
@@ -303,8 +306,7 @@ class Courier:
         try:
             answers = link.edge.receive(message)
         except NotFiniteError as error:
-            self.members.peers[peer].evicted = True
-            self._gone(peer, State.DEAD, f"quarantined: {error}")
+            self._quarantine(peer, error)
             return
         for answer in answers:
             self._post(peer, answer)
@@ -351,6 +353,9 @@ class Courier:
         elif header.kind == Kind.ASK:
             self._answer(header)
         elif header.kind == Kind.VALUE and value is not None:
+            if not np.isfinite(value).all():
+                self._quarantine(peer, f"chunk {header.chunk} holds NaN or Inf")
+                return
             for fetch in [*self.fetches, *([self.ending.fetch] if self.ending.fetch else [])]:
                 fetch.receive(peer, header.topic, header.tag, header.chunk, value, serial=header.una)
                 self._settle(fetch)
@@ -404,6 +409,11 @@ class Courier:
             self._emit("frame_refused", reason=reason, source=source, detail=detail)
 
     # ---- peers
+
+    def _quarantine(self, peer: int, why: object) -> None:
+        """What it sends must not get into any model."""
+        self.members.peers[peer].evicted = True
+        self._gone(peer, State.DEAD, f"quarantined: {why}")
 
     def _gone(self, peer: int, state: State, why: str) -> None:
         """A peer is lost: drop its edge, say once what stays in doubt, go on without it."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch.distributed import DistStoreError
 
+from loosestep.comm.address import is_loopback
 from loosestep.comm.wire import derive
 from loosestep.staging import nothing
 
@@ -77,6 +78,12 @@ class Directory:
             raise ValueError(
                 f"rank {peer} trains another model (layout {card['layout'][:12]}, here {mine['layout'][:12]}): the parameters "
                 "must have the same names, shapes, dtypes and order on every rank"
+            )
+        (there, _), (here, _) = card["address"], mine["address"]
+        if is_loopback(there) != is_loopback(here):
+            raise ValueError(
+                f"rank {peer} listens on {there}, this rank on {here}: the one cannot reach the other. Set MASTER_ADDR to an address of "
+                "rank 0's machine that the others reach, not to a name that its own /etc/hosts takes for loopback"
             )
         if card["encrypt"] != mine["encrypt"]:
             raise ValueError(

@@ -154,7 +154,7 @@ class Mailbox:
     def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:
         """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share` of a core, or while nothing
         has landed a part of that: a large model folds less often than every step. With `force`, or once something that has
-        landed is `within` steps old, it is not skipped, and complete when it returns."""
+        landed, or would, is `within` steps old, it is not skipped, and complete when it returns."""
         self._check()
         now = time.monotonic()
         self._courier.progress += 1
@@ -162,7 +162,8 @@ class Mailbox:
         self._courier.stepped = now
         if now - self._told > TELL:
             self._tell(now)
-        if force or (within is not None and self._shadow.age >= within):
+        unpublished = self._shadow.steps - self._shadow.published  # what lands next is as old as that
+        if force or (within is not None and max(self._shadow.age, unpublished) >= within):
             return self._counted(self._shadow.settle, params, now)
         share = self._fold_share if self._shadow.waiting else IDLE * self._fold_share
         if self._shadow.busy or now - self._folded_at < self._fold_cost / share:

@@ -16,6 +16,7 @@ from transformers.training_args import ParallelMode
 from loosestep.integrations.accelerate import attach as attach_prepared
 from loosestep.run import Run
 from loosestep.strategies import Strategy
+from loosestep.strategies import strategy as read_strategy
 
 
 class LoosestepCallback(TrainerCallback):
@@ -35,6 +36,14 @@ class LoosestepCallback(TrainerCallback):
                 "the Trainer wraps the model in DistributedDataParallel over all ranks, which averages gradients among all of them on "
                 "every step; turn that off with loosestep.integrations.transformers.attach(trainer, strategy) in the place "
                 "of callbacks=[LoosestepCallback(strategy)]"
+            )
+        chosen = read_strategy(self._strategy) if isinstance(self._strategy, str) else self._strategy
+        if args.load_best_model_at_end and (
+            getattr(chosen, "merge", "delta") == "stale" or getattr(chosen, "older_gradient", False)
+        ):
+            raise ValueError(
+                f"load_best_model_at_end puts the best model in place before the run ends, and what {chosen} then still has in "
+                "flight would change it; set load_best_model_at_end=False, or choose a strategy that folds deltas, such as daso"
             )
         model = kwargs["model"] if self._trainer is None else self._trainer.model_wrapped
         self.run = attach_prepared(model, kwargs["optimizer"], self._strategy, **self._options)

@@ -71,8 +71,10 @@ class Lab:
         wire: bool = False,
     ) -> None:
         self.counts = launch.ranks_of_nodes(nodes, ranks_per_node)
-        rate = None if bandwidth is None else grammar.rate(bandwidth)
-        pairs = {pair: grammar.rate(text, what=f"link {pair}") for pair, text in (links or {}).items()}
+        if launcher == "torchrun":
+            torchrun.require_even(self.counts)
+        rate = None if bandwidth is None else grammar.link_rate(bandwidth)
+        pairs = {pair: grammar.link_rate(text, what=f"link {pair}") for pair, text in (links or {}).items()}
         self._effects = {
             "delay": 0.0 if delay is None else grammar.duration(delay),
             "loss": 0.0 if loss is None else grammar.share(loss),
@@ -178,7 +180,7 @@ class Lab:
 
     def limit(self, node: int, rate: str | None) -> None:
         """Change the rate of a node's cable; None takes the limit away."""
-        self._net().limit(node, None if rate is None else grammar.rate(rate))
+        self._net().limit(node, None if rate is None else grammar.link_rate(rate))
 
     def partition(self, *groups: Collection[int]) -> None:
         """Cut the groups off from each other (nodes not named form one more) until `heal`."""

@@ -47,6 +47,14 @@ def rate(text: str, *, what: str = "--bandwidth") -> int:
     return round(float(match[1]) * _BITS[match[2]])
 
 
+def link_rate(text: str, *, what: str = "--bandwidth") -> int:
+    """A rate that a token bucket can keep."""
+    bits = rate(text, what=what)
+    if not 1_000 <= bits <= 32_000_000_000:
+        raise ValueError(f"{what} {text!r}: a link of the lab has between 1kbit and 32gbit; leave it out for no limit")
+    return bits
+
+
 def duration(text: str, *, what: str = "--delay") -> float:
     """Seconds of `20ms`."""
     match = re.fullmatch(_NUMBER + "(us|ms|s|m|min)", text.strip().lower())
@@ -68,8 +76,18 @@ def link(text: str) -> tuple[tuple[int, int], str]:
     match = re.fullmatch(r"(\d+)-(\d+)=(.+)", text.strip())
     if match is None or match[1] == match[2]:
         raise ValueError(f"--link {text!r}: expected NODE-NODE=RATE, two different nodes, for example 2-3=50mbit")
-    rate(match[3], what=f"--link {match[1]}-{match[2]}=")
+    link_rate(match[3], what=f"--link {match[1]}-{match[2]}=")
     return (int(match[1]), int(match[2])), match[3]
+
+
+def links(texts: list[str]) -> dict[tuple[int, int], str]:
+    """By pair of nodes, each named once."""
+    found: dict[tuple[int, int], str] = {}
+    for (one, other), text in map(link, texts):
+        if (one, other) in found or (other, one) in found:
+            raise ValueError(f"--link {one}-{other}: this pair has two rates; a link has one, for both ways")
+        found[one, other] = text
+    return found
 
 
 def slow(text: str) -> tuple[int, float]:

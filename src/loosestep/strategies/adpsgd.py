@@ -40,6 +40,8 @@ class ADPSGD(Strategy):
     cpu_share: float = 0.1
 
     def __post_init__(self) -> None:
+        if hasattr(self.topology, "tolist"):  # a matrix of numpy or torch
+            object.__setattr__(self, "topology", self.topology.tolist())
         if isinstance(self.topology, str):
             known = ", ".join(TOPOLOGIES)
             require(

@@ -120,6 +120,9 @@ class Strategy:
     def gathered(self, state: State) -> None:
         """Another rank has called all replicas together (a cool-down): follow it."""
 
+    def scaled(self, state: State) -> None:
+        """A step was left out, or could have been, as a GradScaler does: replicas may scale their losses differently."""
+
     def __str__(self) -> str:
         """The form that `loosestep.strategy` reads: the name and the fields that differ from their defaults."""
         changed = [

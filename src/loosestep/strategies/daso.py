@@ -100,6 +100,7 @@ class DASO(Strategy):
             "period": self.period,
             "delay": self.delay,
             "cooling": False,
+            "scaled": False,
             "best": None,
             "stalled": 0,
             "loss_sum": 0.0,
@@ -111,17 +112,18 @@ class DASO(Strategy):
         return bool(state["step"] < self.warmup or state["cooling"])
 
     def scope(self, state: State) -> Scope:
-        """Gradients of the node; of the world while ramping."""
-        return "world" if self.ramping(state) and self.ramp == "gradients" else "node"
+        """Gradients of the node; of the world while ramping, unless nodes that cycled scale their losses differently."""
+        comparable = not (state["cooling"] and state.get("scaled", False))
+        return "world" if self.ramping(state) and self.ramp == "gradients" and comparable else "node"
 
     def boundary(self, state: State, run: Exchanges) -> None:
         """One step of the algorithm."""
-        lockstep = self.ramping(state)
+        lockstep, scope = self.ramping(state), self.scope(state)
         state["step"] += 1
         step = state["step"]
         if lockstep:
-            if self.ramp == "parameters":
-                run.average(wire=torch.bfloat16)
+            if scope == "node":
+                run.average(wire=torch.bfloat16 if self.ramp == "parameters" else None)
             return
         if run.in_flight is not None and step - run.in_flight >= state["delay"]:
             run.fold()
@@ -173,3 +175,7 @@ class DASO(Strategy):
     def gathered(self, state: State) -> None:
         """The cool-down has begun, wherever this rank's own count is."""
         state["cooling"] = True
+
+    def scaled(self, state: State) -> None:
+        """In a cool-down, averages of gradients of different scales would be wrong: parameters are averaged instead."""
+        state["scaled"] = True
