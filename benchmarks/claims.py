@@ -63,6 +63,9 @@ def accuracy(task: str) -> Callable[[Lines], str]:
                 if line["rate"] == rate
             }
             (mine, ours), (peer, theirs) = (best(reached, ours=ours, least=True) for ours in (True, False))
+            if ours == theirs and math.isfinite(ours):
+                told.append(f"{rate}: a tie, `{mine}` and {peer} {ours:.2f} s")
+                continue
             sides = [
                 f"`{mine}` {ours:.2f} s" if math.isfinite(ours) else "none of ours gets there",
                 f"best peer: {peer}, {theirs:.2f} s" if math.isfinite(theirs) else "no peer gets there",

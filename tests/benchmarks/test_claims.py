@@ -59,3 +59,12 @@ def test_whoever_never_gets_there_is_not_named_as_the_best(tmp_path: Path) -> No
     assert measured(tmp_path)["time-to-accuracy-digits"] == (
         "100mbit: none of ours gets there; best peer: torch DDP, 0.50 s"
     )
+
+
+def test_a_tie_is_called_one(tmp_path: Path) -> None:
+    curves = {"adpsgd:topology=ring": [[0.1, 0.9]], "torch DDP": [[0.5, 0.9]]}
+    lines = [{"rate": "100mbit", "peer": peer, "curves": c, "target": 0.8} for peer, c in curves.items()]
+    (tmp_path / "time-to-accuracy-digits.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured(tmp_path)["time-to-accuracy-digits"] == (
+        "100mbit: a tie, `adpsgd:topology=ring` and torch DDP 0.50 s"
+    )
