@@ -34,7 +34,7 @@ BANDWIDTHS = ("100mbit", "500mbit")
 SHARE = 0.95
 NEAR = 0.9
 """Of the target: nearly there."""
-MUCH_LATER = 1.5
+MUCH_LATER = 2.0
 """Times the fastest."""
 
 

@@ -65,6 +65,7 @@ LINEUP: list[Peer] = [
     Peer("torch hierarchical averager, 4 and 16", "averagers", {"period": 16, "node_period": 4}, period=16),
     Peer("torchft LocalSGD, period 8", "torchft_peer", {"period": 8}, period=8, needs="torchft-nightly"),
     Peer("torchft DiLoCo, period 16", "torchft_peer", {"period": 16, "outer": True}, period=16, needs="torchft-nightly"),
+    Peer("torchft DiLoCo, period 16, delay 4", "torchft_peer", {"period": 16, "outer": True, "delay": 4}, period=16, needs="torchft-nightly"),
     Peer("torchft DiLoCo, period 64", "torchft_peer", {"period": 64, "outer": True}, period=64, needs="torchft-nightly", rare=True),
     Peer("decent-dp, ring", "decent_peer", {"topology": "ring"}, needs="decent-dp"),
     Peer("decent-dp, complete", "decent_peer", {"topology": "complete"}, needs="decent-dp"),

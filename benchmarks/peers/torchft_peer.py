@@ -15,8 +15,11 @@ from peers.base import Trainer, Work, own_address, take_node_name
 PATIENCE = timedelta(seconds=30)
 
 
-def prepare(model: nn.Module, work: Work, *, period: int, outer: bool = False) -> Trainer:
-    """DiLoCo's outer optimizer has the settings of its paper and of torchft's example: SGD, 0.7, Nesterov momentum 0.9."""
+def prepare(model: nn.Module, work: Work, *, period: int, outer: bool = False, delay: int = 0) -> Trainer:
+    """DiLoCo's outer optimizer has the settings of its paper and of torchft's example: SGD, 0.7, Nesterov momentum 0.9.
+
+    With `delay` the averaging is under way during so many steps; half of what they did stays, as in the paper on streaming DiLoCo.
+    """
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import DiLoCo, LocalSGD
@@ -61,7 +64,8 @@ def prepare(model: nn.Module, work: Work, *, period: int, outer: bool = False) -
     )
     if outer:
         outside = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        context: Any = DiLoCo(manager, [model], optimizer, outside, sync_every=period, use_bucketization=True)
+        overlap = {"fragment_sync_delay": delay, "fragment_update_alpha": 0.5} if delay else {}
+        context: Any = DiLoCo(manager, [model], optimizer, outside, sync_every=period, use_bucketization=True, **overlap)
     else:
         context = LocalSGD(manager, model, optimizer, sync_every=period)
     context.__enter__()
