@@ -65,7 +65,9 @@ def prepare(model: nn.Module, work: Work, *, period: int, outer: bool = False, d
     if outer:
         outside = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         overlap = {"fragment_sync_delay": delay, "fragment_update_alpha": 0.5} if delay else {}
-        context: Any = DiLoCo(manager, [model], optimizer, outside, sync_every=period, use_bucketization=True, **overlap)
+        context: Any = DiLoCo(
+            manager, [model], optimizer, outside, sync_every=period, use_bucketization=True, **overlap
+        )
     else:
         context = LocalSGD(manager, model, optimizer, sync_every=period)
     context.__enter__()

@@ -304,9 +304,11 @@ class GossipEngine:
         return list(torch._foreach_mul(self._variances, 0.1)) if self._variances else []
 
     def _keep_positive(self, floors: Vector) -> None:
-        """Variances stay positive: a late delta may pull one below zero."""
-        for variance, floor in zip(self._variances, floors, strict=False):
-            torch.where(variance < 0, floor, variance, out=variance)
+        """Variances stay positive: a late delta may pull one below zero, which becomes its floor."""
+        if self._variances:
+            below = torch._foreach_clamp_max(self._variances, 0.0)
+            torch._foreach_sub_(self._variances, below)
+            torch._foreach_addcmul_(self._variances, floors, torch._foreach_sign(below), -1.0)
 
     def _floor_at_zero(self) -> None:
         """Variances of the mean, the same on every rank."""

@@ -93,9 +93,11 @@ class NodeGossipEngine(GossipEngine):
         return [*self._common.snapshot(), self._extra]
 
     def _pieces(self, vector: Vector) -> Vector:
-        """What this rank gossips about: its shards, where they are, and its pieces of the vector."""
+        """What this rank gossips about: its shards, where they are, and its pieces of the vector. Shards alone are on one
+        device, and cross their boundary without making it wait."""
         reshard(self._sharding)
-        return [*map(local, self._owned), *(flat.view(self._lanes, -1)[self._shard] for flat in vector)]
+        split = vector if self._splits else []
+        return [*map(local, self._owned), *(flat.view(self._lanes, -1)[self._shard] for flat in split)]
 
     def _share(self, vector: Vector) -> None:
         """Every rank's pieces of the vector, on every rank of the node; and the gradient count that local rank 0 has heard,

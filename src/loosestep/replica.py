@@ -13,7 +13,7 @@ a fold makes the compute thread wait.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -149,28 +149,28 @@ class Replica:
     @torch.no_grad()
     def fold(self, delta: Vector) -> None:
         """x <- x + delta"""
-        for segment, views in self._bring(delta):
-            torch._foreach_add_(segment.tensors, views)
+        for tensors, views in self._bring(delta):
+            torch._foreach_add_(tensors, views)
         self.staging.used()
 
     @torch.no_grad()
     def assign(self, mean: Vector) -> None:
         """x <- mean"""
-        for segment, views in self._bring(mean):
-            torch._foreach_copy_(segment.tensors, views)
+        for tensors, views in self._bring(mean):
+            torch._foreach_copy_(tensors, views)
         self.staging.used()
 
     @torch.no_grad()
     def blend(self, mean: Vector, *, waited: int, replicas: int) -> None:
         """x <- (2 S x + P mean) / (2 S + P)"""
         total = 2 * waited + replicas
-        for segment, views in self._bring(mean):
-            torch._foreach_mul_(segment.tensors, 2 * waited / total)
-            torch._foreach_add_(segment.tensors, views, alpha=replicas / total)
+        for tensors, views in self._bring(mean):
+            torch._foreach_mul_(tensors, 2 * waited / total)
+            torch._foreach_add_(tensors, views, alpha=replicas / total)
         self.staging.used()
 
-    def _bring(self, vector: Vector) -> list[tuple[Segment, list[torch.Tensor]]]:
-        """The vector where the parameters are, in their shapes: what `stage` keeps without waiting, other memory by a copy."""
+    def _bring(self, vector: Vector) -> Iterator[tuple[Vector, Vector]]:
+        """Parameters, and the vector where they are: what `stage` keeps without waiting, other memory by a copy."""
         reshard(self._sharding)
         images = self._images or []
         if _same(vector, [image.host for image in images]):
@@ -179,8 +179,11 @@ class Replica:
         elif _same(vector, [image.near for image in images]):
             self.staging.receive()
         else:
-            return [(segment, segment.views(flat)) for segment, flat in zip(self.segments, vector, strict=True)]
-        return [(segment, image.views) for segment, image in zip(self.segments, images, strict=True)]
+            for segment, flat in zip(self.segments, vector, strict=True):
+                yield segment.tensors, segment.views(flat)
+            return
+        for segment, image in zip(self.segments, images, strict=True):
+            yield from image.groups.of(segment.tensors)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -210,6 +213,10 @@ class Replica:
         """A GPU may still be fetching offloaded parameters from the host: before they are overwritten out of turn."""
         if self.sharded and not self.staging.remote and torch.cuda.is_initialized():
             torch.cuda.synchronize()
+
+    def let_go(self) -> None:
+        """Of the memory that snapshots were kept in."""
+        self._images = self._statistics = self._loss = None
 
     def find_bad(self) -> str | None:
         """The name of the first parameter that holds NaN or Inf."""

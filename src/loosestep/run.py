@@ -227,6 +227,7 @@ class Run:
             self._engine.averager.remove()
         for handle in self._handles:
             handle.remove()
+        self._learner.replica.let_go()
         atexit.unregister(self._exit)
         self._closed()
 

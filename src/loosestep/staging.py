@@ -13,7 +13,7 @@ arrival of a send and the next push. On a CPU there is nothing to stage and copi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -118,6 +118,32 @@ class Staging:
             yield
 
 
+class Groups:
+    """Tensors and the pieces of a flat vector that stand for them, for operations on many at once.
+
+    On an accelerator those without gaps come first, as flat ones: one pair whose strides differ (a convolution in
+    channels-last order) would have all others worked on one by one. Made again only when a tensor has moved.
+    """
+
+    def __init__(self, views: list[torch.Tensor]) -> None:
+        self._views = views
+        self._key: tuple[int, ...] = ()
+        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Lists of tensors and of their views, as many as there are groups."""
+        if not self._views or self._views[0].device.type == "cpu":
+            return [(list(tensors), self._views)]
+        key = tuple(tensor.data_ptr() for tensor in tensors)
+        if key != self._key:
+            pairs = [(tensor.detach(), view) for tensor, view in zip(tensors, self._views, strict=True)]
+            flat = [(a.view(-1), b.view(-1)) for a, b in pairs if a.is_contiguous()]
+            rest = [(a, b) for a, b in pairs if not a.is_contiguous()]
+            self._groups = [([a for a, _ in group], [b for _, b in group]) for group in (flat, rest) if group]
+            self._key = key
+        return self._groups
+
+
 class Image:
     """One flat vector over tensors of some shapes: `near` where they are, `host` where communication works on it.
 
@@ -130,11 +156,13 @@ class Image:
         sizes = [tensor.numel() for tensor in like]
         pieces = self.near[: sum(sizes)].split(sizes)
         self.views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+        self.groups = Groups(self.views)
 
     @torch.no_grad()
     def pack(self, tensors: list[torch.Tensor]) -> None:
         """near <- tensors, on the current stream: a copy inside the device costs microseconds, and the tensors may change."""
-        torch._foreach_copy_(self.views, tensors)
+        for these, views in self.groups.of(tensors):
+            torch._foreach_copy_(views, these)
 
     @torch.no_grad()
     def pack_row(self, tensors: list[torch.Tensor], row: int, rows: int) -> None:

@@ -15,10 +15,11 @@ UNEVEN = Topology([[0], [1, 2, 3]])
 MESHES: dict[str, DeviceMesh] = {}  # of this process: making groups takes time
 
 
-def mesh(topology: Topology = GRID) -> DeviceMesh:
-    if str(topology) not in MESHES:
-        MESHES[str(topology)] = loosestep.node_mesh(topology=topology)
-    return MESHES[str(topology)]
+def mesh(topology: Topology = GRID, device: str = "cpu") -> DeviceMesh:
+    name = f"{topology} on {device}"
+    if name not in MESHES:
+        MESHES[name] = loosestep.node_mesh(device, topology=topology)
+    return MESHES[name]
 
 
 def grid() -> DeviceMesh:
@@ -42,18 +43,28 @@ class Net(nn.Module):
         return self.out(torch.relu(self.second(torch.relu(self.norm(self.first(x * self.frozen))))))
 
 
-def build(inside: str, *, seed: int = 0, width: int = 5, norm: bool = False, topology: Topology = GRID) -> nn.Module:
+def build(
+    inside: str,
+    *,
+    seed: int = 0,
+    width: int = 5,
+    norm: bool = False,
+    topology: Topology = GRID,
+    device: str = "cpu",
+) -> nn.Module:
     torch.manual_seed(seed)
     model = Net(width=width, norm=norm)
+    if inside != "offload":  # whose parameters stay on the host
+        model = model.to(device)
     if inside == "ddp":
-        return DistributedDataParallel(model, process_group=mesh(topology).get_group())
+        return DistributedDataParallel(model, process_group=mesh(topology, device).get_group())
     if inside in ("fsdp", "offload", "fsdp, computing in bfloat16"):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        offload = CPUOffloadPolicy(pin_memory=False) if inside == "offload" else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=device != "cpu") if inside == "offload" else OffloadPolicy()
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "bfloat16" in inside else MixedPrecisionPolicy()
-        fully_shard(model.first, mesh=mesh(), offload_policy=offload, mp_policy=low)
-        fully_shard(model, mesh=mesh(), offload_policy=offload, mp_policy=low)
+        for part in (model.first, model):
+            fully_shard(part, mesh=mesh(topology, device), offload_policy=offload, mp_policy=low)
     if inside in ("tensor", "grid"):
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -66,22 +77,22 @@ def build(inside: str, *, seed: int = 0, width: int = 5, norm: bool = False, top
 
 
 def whole(model: nn.Module) -> torch.Tensor:
-    """All trainable parameters, gathered."""
+    """All trainable parameters, gathered on the host."""
     from loosestep.shards import is_dtensor
 
     params = [p.detach() for p in model.parameters() if p.requires_grad]
-    return torch.cat([(p.full_tensor() if is_dtensor(p) else p).flatten() for p in params])
+    return torch.cat([(p.full_tensor() if is_dtensor(p) else p).flatten() for p in params]).cpu()
 
 
-def batch(rank: int, step: int, inside: str) -> torch.Tensor:
+def batch(rank: int, step: int, inside: str, device: str = "cpu") -> torch.Tensor:
     """Each rank its own data; under tensor parallelism a node has one stream, of both its ranks' data."""
     if inside in ("tensor", "grid"):
         head = rank // 2 * 2
-        return torch.cat([batch(r, step, "") for r in (head, head + 1)])
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + step))
+        return torch.cat([batch(r, step, "", device) for r in (head, head + 1)])
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + step)).to(device)
 
 
-def train(model, optimizer, rank, step, inside):
+def train(model, optimizer, rank, step, inside, device="cpu"):
     optimizer.zero_grad()
-    (model(batch(rank, step, inside)) - 1).square().mean().backward()
+    (model(batch(rank, step, inside, device)) - 1).square().mean().backward()
     optimizer.step()

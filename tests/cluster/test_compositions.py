@@ -12,22 +12,30 @@ from loosestep import Topology
 
 
 def trajectory(
-    rank: int, inside: str, spec: str, steps: int = 12, adam: bool = False, width: int = 5, topology: Topology = GRID
+    rank: int,
+    inside: str,
+    spec: str,
+    steps: int = 12,
+    adam: bool = False,
+    width: int = 5,
+    topology: Topology = GRID,
+    device: str = "cpu",
 ):
-    model = build(inside, seed=topology.node_of(rank), width=width, topology=topology)  # all start as node 0
+    seed = topology.node_of(rank)  # all start as node 0
+    model = build(inside, seed=seed, width=width, topology=topology, device=device)
     make = torch.optim.Adam if adam else torch.optim.SGD
     optimizer = make(model.parameters(), lr=0.05, **({} if adam else {"momentum": 0.9}))
     seen = []
     with loosestep.attach(model, optimizer, spec, topology=topology, deadline=20) as run:
         start = whole(model)
         for step in range(steps):
-            train(model, optimizer, rank, step, inside)
+            train(model, optimizer, rank, step, inside, device)
             seen.append(whole(model))
             if step == steps // 2:
                 with run.consensus():
                     inside_consensus = whole(model)
                     with torch.no_grad():
-                        model(batch(rank, step, inside))  # fully_shard keeps what it gathered for this
+                        model(batch(rank, step, inside, device))  # fully_shard keeps what it gathered for this
         stats = run.stats
     return {"start": start, "seen": seen, "consensus": inside_consensus, "end": whole(model), "stats": stats}
 

@@ -6,19 +6,20 @@ from composed import GRID, batch, build, whole
 from pool import ranks
 
 import loosestep
+from loosestep import Topology
 
 
-def low(rank: int, inside: str, form: str):
-    model = build(inside)
+def low(rank: int, inside: str, form: str, topology: Topology = GRID, device: str = "cpu"):
+    model = build(inside, topology=topology, device=device)
     if form == "bfloat16":
         model = model.bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
-    with loosestep.attach(model, optimizer, "daso:period=2", topology=GRID, deadline=20):
+    with loosestep.attach(model, optimizer, "daso:period=2", topology=topology, deadline=20):
         for step in range(20):
-            x = batch(rank, step, inside)
+            x = batch(rank, step, inside, device)
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
+            with torch.autocast(device, torch.bfloat16, enabled=form == "autocast"):
                 loss = (model(x.to(torch.bfloat16 if form == "bfloat16" else torch.float32)) - 1).square().mean()
             assert form != "master weights" or loss.dtype == torch.bfloat16
             loss.backward()
@@ -45,15 +46,15 @@ def test_low_precision_learns_and_ends_identical(inside, form):
         assert sum(losses[-4:]) < sum(losses[:4])
 
 
-def scaled(rank: int, inside: str, spec: str):
-    """Rank 2, on the second node, meets an Inf at step 3: its node skips that step, the other goes on."""
-    model = build(inside)
+def scaled(rank: int, inside: str, spec: str, unlucky: int = 2, topology: Topology = GRID, device: str = "cpu"):
+    """A rank of the second node meets an Inf at step 3: its node skips that step, the other goes on."""
+    model = build(inside, topology=topology, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
-    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
+    scaler = torch.amp.GradScaler(device, init_scale=8.0, growth_interval=1000)
+    with loosestep.attach(model, optimizer, spec, topology=topology, deadline=20) as run:
         for step in range(9):
-            x = batch(rank, step, inside)
-            if rank == 2 and step == 3:
+            x = batch(rank, step, inside, device)
+            if rank == unlucky and step == 3:
                 x = x * float("inf")
             optimizer.zero_grad()
             scaler.scale((model(x) - 1).square().mean()).backward()
@@ -75,7 +76,10 @@ def scaled(rank: int, inside: str, spec: str):
     ],
 )
 def test_an_inf_on_one_node_skips_the_step_of_that_learner_only(inside, spec, skipping):
-    results = ranks(4, scaled, inside=inside, spec=spec)
+    skips(ranks(4, scaled, inside=inside, spec=spec), skipping)
+
+
+def skips(results: list[tuple[int, float, torch.Tensor]], skipping: tuple[int, ...]) -> None:
     for rank, (steps, scale, end) in enumerate(results):
         assert steps == (8 if rank in skipping else 9)
         assert scale == (4.0 if rank in skipping else 8.0)

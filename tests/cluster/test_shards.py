@@ -78,14 +78,14 @@ def test_an_exchange_of_shards_never_moves_the_mean_of_the_nodes(spec):
         assert torch.equal(end, results[0][3])
 
 
-def train_gossip(rank: int, inside: str, spec: str):
+def train_gossip(rank: int, inside: str, spec: str, device: str = "cpu"):
     """Replicas that learn, gossiping asynchronously: loss before and after, and what all hold in the end."""
-    model = build(inside, seed=GRID.node_of(rank), width=6, norm=inside == "fsdp")
+    model = build(inside, seed=GRID.node_of(rank), width=6, norm=inside == "fsdp", device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = []
     with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
         for step in range(40):
-            loss = (model(batch(rank, step, inside)) - 1).square().mean()
+            loss = (model(batch(rank, step, inside, device)) - 1).square().mean()
             losses.append(loss.item())
             optimizer.zero_grad()
             loss.backward()
@@ -93,7 +93,7 @@ def train_gossip(rank: int, inside: str, spec: str):
             if step == 20:
                 before = whole(model)
                 with run.consensus():
-                    model(batch(rank, step, inside)).sum().backward()
+                    model(batch(rank, step, inside, device)).sum().backward()
                 optimizer.zero_grad()
                 torch.testing.assert_close(whole(model), before, rtol=0, atol=0)
         plain = [p.detach().clone() for p in model.parameters() if type(p) is nn.Parameter]

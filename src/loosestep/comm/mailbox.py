@@ -306,6 +306,7 @@ class Mailbox:
         self._tell(time.monotonic())
         if self._shadow.relay is not None:
             self._shadow.relay.close()
+            self._shadow.relay = None  # they know each other: all memory is free without a collector of garbage
 
     # ---- inside
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from loosestep.comm.base import Pending
 from loosestep.comm.stream import Stream
-from loosestep.staging import Staging
+from loosestep.staging import Groups, Staging
 
 if TYPE_CHECKING:
     from loosestep.comm.shadow import Fold, Shadow
@@ -38,6 +38,7 @@ class Relay:
         self._dtype = torch.float64 if shadow.dtype.itemsize == 8 else torch.float32
         self._near = self._staging.near(shadow.size, self._dtype)
         self._views = _cut(self._near, params)
+        self._groups = Groups(self._views)
         rounds = any(param.element_size() < self._dtype.itemsize for param in params)
         self._remainder = _cut(torch.zeros_like(self._near), params) if rounds else None
         self._half: Pending[None] | None = None
@@ -110,9 +111,10 @@ class Relay:
         if spans:
             self._staging.fetch([(host[span], self._near[span]) for span in spans])
         if self._remainder is None:
-            if spans:
-                torch._foreach_add_(list(params), self._views)
-            torch._foreach_copy_(self._views, list(params))
+            for these, views in self._groups.of(params):
+                if spans:
+                    torch._foreach_add_(these, views)
+                torch._foreach_copy_(views, these)
         else:
             torch._foreach_add_(self._views, self._remainder)
             torch._foreach_add_(self._views, list(params))
