@@ -99,9 +99,14 @@ def _engine(world: World, learner: Learner, hosts: list[str], *, key: str | None
     if isinstance(strategy, ADPSGD):
         kind = NodeGossipEngine if strategy.replica == "node" else GossipEngine
         return kind(learner, strategy, world=world, neighbours=hosts.count(hosts[world.rank]), key=key, encrypt=encrypt)
-    units = world.topology.flat() if strategy.learner == "rank" else world.topology
-    averages = averages_gradients(learner.inside, strategy, world.topology)
-    comm = Collective(world, units, trace=learner.trace, averages_gradients=averages, shards=learner.replica.sharded)
+    comm = Collective(
+        world,
+        world.topology.flat() if strategy.learner == "rank" else world.topology,
+        trace=learner.trace,
+        averages_gradients=averages_gradients(learner.inside, strategy, world.topology),
+        through=world.topology,
+        shards=learner.replica.sharded,
+    )
     return CollectiveEngine(learner, world=world, comm=comm)
 
 
@@ -128,8 +133,7 @@ def _prepare(
                 "encrypts. Leave them out, and keep such runs on a network of their own"
             )
         inside = _check(world, model, optimizers, chosen, hooks=hooks)
-        units = world.topology.flat() if chosen.learner == "rank" else world.topology
-        replica = Replica(model, multiple=_multiple(chosen, units))
+        replica = Replica(model, multiple=_multiple(chosen, world.topology))
         bad = replica.find_bad()
         if bad is not None:
             raise ValueError(
@@ -199,9 +203,8 @@ def _find_reach(
         gradients=inside == "plain" and ways[GRADIENTS] == "auto",
         lanes=ways[LANES] == "nccl",
     )
-    units = world.topology.flat() if strategy.learner == "rank" else world.topology
-    nodes = () if inside == "shards" else units.nodes
-    reach.check_lanes([*nodes, *(units.lane(index) for index in range(units.lanes))])
+    nodes, lanes = () if inside == "shards" else world.topology.nodes, range(world.topology.lanes)
+    reach.check_lanes([*nodes, *map(world.topology.lane, lanes)])
     return reach
 
 
@@ -246,9 +249,11 @@ def _nodes(world: World) -> list[list[int]]:
     return [list(node) for node in world.topology.nodes]
 
 
-def _multiple(strategy: Strategy, units: Topology) -> int:
-    """What the flat vector's length must divide by: shards of lanes, chunks of replicas."""
-    return units.lanes if strategy.gossip else units.lanes * len(units.nodes)
+def _multiple(strategy: Strategy, topology: Topology) -> int:
+    """What the flat vector's length must divide by."""
+    if strategy.gossip:
+        return topology.lanes if strategy.learner == "node" else 1
+    return topology.multiple
 
 
 def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, hooks: bool) -> Inside:

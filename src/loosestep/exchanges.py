@@ -41,7 +41,7 @@ class CollectiveEngine:
             self.averager = GradientAverager(
                 self._replica.params,
                 comm,
-                multiple=comm.topology.lanes * len(comm.topology.nodes),
+                multiple=world.topology.multiple,
                 scope=lambda: self._widest(self._strategy.scope(self.state)),
                 waited=lambda seconds: self.trace.emit("wait", seconds=seconds, reason="gradients"),
                 worked=world.worked,
@@ -312,7 +312,7 @@ class CollectiveEngine:
         lanes = [units.lane(k) for k in range(units.lanes)] if self._replica.sharded else [range(units.world)]
         if any(rows[rank] != rows[lane[0]] for lane in lanes for rank in lane) or rows[0][0] == 0:
             return  # replicas that use different parameters hold different moments: they stay local
-        multiple = self._comm.topology.lanes * len(self._comm.topology.nodes)
+        multiple = self._world.topology.multiple
         wide = torch.float64 if any(moment.dtype == torch.float64 for moment in moments) else torch.float32
         flat = torch.cat([moment.detach().reshape(-1).to("cpu", wide) for moment in moments])
         vector = [torch.nn.functional.pad(flat, (0, -size % multiple))]

@@ -56,6 +56,11 @@ class Topology:
         return min(len(node) for node in self.nodes)
 
     @property
+    def multiple(self) -> int:
+        """What the length of an averaged vector must divide by: into shards of lanes, these into chunks of nodes."""
+        return self.lanes * len(self.nodes)
+
+    @property
     def weights(self) -> tuple[int, ...]:
         """What each node counts in an average: its number of ranks."""
         return tuple(len(node) for node in self.nodes)

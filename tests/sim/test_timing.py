@@ -60,13 +60,10 @@ def test_gradients_that_are_there_early_are_hidden_behind_backward() -> None:
     assert seconds_per_step("allreduce", parameters=[2 * MEGABYTE], compute="300ms") == pytest.approx(0.5)
 
 
-def test_ranks_that_average_among_themselves_share_the_uplink_of_their_node() -> None:
-    # all-to-all: two ranks send half of theirs to the other node; ring: three quarters cross on one of them
-    exchange = (2 * 0.5 + 0.75) * 0.1
-    grid = Topology.grid(2, 2)
-    assert seconds_per_step("localsgd:period=1", parameters=MEGABYTE, topology=grid) == pytest.approx(0.1 + exchange)
-    lanes = 0.1  # nodes as replicas: every lane carries its half, once each way
-    text = "localsgd:period=1,replica=node"
+@pytest.mark.parametrize("replica", ["rank", "node"])
+def test_the_uplink_of_a_node_carries_one_vector_whoever_is_a_replica(replica: str) -> None:
+    lanes = 0.1  # every lane carries its half, of the node or of the sum of its ranks, once each way
+    text, grid = f"localsgd:period=1,replica={replica}", Topology.grid(2, 2)
     assert seconds_per_step(text, parameters=MEGABYTE, topology=grid, node_bandwidth="9999gbit") == pytest.approx(
         0.1 + lanes, rel=1e-3
     )

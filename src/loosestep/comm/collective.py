@@ -26,6 +26,7 @@ from loosestep.trace.events import Trace
 
 PIECE = 1 << 20  # elements that travel at a time: bounds the extra memory
 SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, LANE, WIRE = range(9)  # the columns of an exchange's header
+Advance = Callable[[slice, torch.Tensor], torch.Tensor]  # what is made of a span's mean
 WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -48,19 +49,19 @@ class Channels:
         name: str,
         *,
         world: World,
-        replicas: Topology,
+        nodes: Topology,
         lanes: int,
         near_node: bool = False,
         near_lane: bool = False,
     ) -> None:
         rank, channel = world.rank, world.channels(name)
-        mates, index = replicas.mates(rank), replicas.local_index(rank)
+        mates, index = nodes.mates(rank), nodes.local_index(rank)
         self.lanes = lanes
-        self.world = channel(range(replicas.world))
-        self.node = self.world if len(replicas.nodes) == 1 else channel(mates)
+        self.world = channel(range(nodes.world))
+        self.node = self.world if len(nodes.nodes) == 1 else channel(mates)
         self.lane: Channel | None = None
         if index < lanes:
-            lane = replicas.lane(index)
+            lane = nodes.lane(index)
             self.lane = self.world if lane == self.world.ranks else channel(lane)
         self.near_node = world.near_channel(name, mates) if near_node else None
         self.near_lane = world.near_channel(name, self.lane.ranks) if near_lane and self.lane is not None else None
@@ -94,10 +95,14 @@ class Collective:
         *,
         trace: Trace,
         averages_gradients: bool,
+        through: Topology | None = None,
         lanes: int | None = None,
         shards: bool = False,
     ) -> None:
+        """`topology`: the replicas. `through`: where these are single ranks, the nodes that their averages go through, so
+        that a link carries a node's sum once and not every rank's own values."""
         self.rank, self.topology = world.rank, topology
+        self._nodes = through or topology
         self._shards = shards  # every rank of a node holds another part of the model: lanes have nothing to share
         self.member: Member | None = None
         self.step = 0  # the run keeps it current
@@ -108,18 +113,19 @@ class Collective:
         weights = topology.weights
         self._weights = None if len(set(weights)) == 1 else weights
         self._total = len(weights) if self._weights is None else sum(weights)
-        lanes = lanes or topology.lanes  # fewer when other nodes, which this comm does not know, are smaller
-        reach, mates = world.reach, topology.mates(world.rank)
+        nodes = self._nodes
+        lanes = lanes or nodes.lanes  # fewer when other nodes, which this comm does not know, are smaller
+        reach, mates = world.reach, nodes.mates(world.rank)
         apart = reach is not None and reach.lanes
         self._x = Channels(
-            "exchanges", world=world, replicas=topology, lanes=lanes, near_node=apart and not shards, near_lane=apart
+            "exchanges", world=world, nodes=nodes, lanes=lanes, near_node=apart and not shards, near_lane=apart
         )
-        if lanes > 1 and not shards:
+        if lanes > 1 and nodes == topology and not shards:
             self.part = self._x.node.row(lanes), lanes
         self._g: Channels | None = None
         if averages_gradients:
             near = reach is not None and reach.gradients and len(mates) > 1 and reach.apart(mates)
-            self._g = Channels("gradients", world=world, replicas=topology, lanes=lanes, near_node=near)
+            self._g = Channels("gradients", world=world, nodes=nodes, lanes=lanes, near_node=near)
         self._exchanges = world.stream("exchanges")
         self._gradients = world.stream("gradients") if averages_gradients else None
         self._sequence = 0
@@ -240,6 +246,13 @@ class Collective:
         spread = 0.0
         if self._shards:
             spread = self._average_lane(wire, _have(lane), delta=delta, outer=outer)
+        elif self._nodes != self.topology:
+
+            def mean_of(piece: torch.Tensor) -> torch.Tensor:
+                wide = piece.to(torch.promote_types(piece.dtype, torch.float32), copy=True)  # rounded once, at the end
+                return _mean_by_node(wide, node, lane, lanes=self._x.lanes, divisor=self._total)
+
+            spread = _average_pieces(wire, mean_of, grain=self._nodes.multiple, delta=delta, outer=outer)
         elif offer.lane is None:
             shards = wire.view(self._x.lanes, -1)
             mine = shards[node.row(self._x.lanes)]
@@ -256,32 +269,14 @@ class Collective:
             tensor.copy_(wire)
         return spread
 
-    def _average_lane(
-        self,
-        flat: torch.Tensor,
-        lane: Channel,
-        *,
-        delta: bool,
-        outer: Callable[[slice, torch.Tensor], torch.Tensor] | None = None,
-    ) -> float:
-        """Piece by piece, so that the extra memory is bounded."""
+    def _average_lane(self, flat: torch.Tensor, lane: Channel, *, delta: bool, outer: Advance | None = None) -> float:
+        """The replicas of a lane."""
         weight = 1 if self._weights is None else self._weights[lane.index]
-        norms = []  # read at the end: on a device that is the only wait
-        length = max(PIECE // lane.size, 1) * lane.size
-        for begin, piece in zip(range(0, flat.numel(), length), flat.split(length), strict=True):
-            mean = lane.mean(piece, self._weights, self._total)
-            torch.sub(mean, piece, out=piece)
-            norms.append(torch.linalg.vector_norm(piece))
-            if outer is not None:
-                goal = outer(slice(begin, begin + piece.numel()), mean)
-                piece.add_(goal - mean)
-                mean = goal
-            if not delta:
-                piece.copy_(mean)
-        spread = 0.0
-        for norm in norms:
-            spread += weight * float(norm) ** 2
-        return spread
+
+        def mean_of(piece: torch.Tensor) -> torch.Tensor:
+            return lane.mean(piece, self._weights, self._total)
+
+        return weight * _average_pieces(flat, mean_of, grain=lane.size, delta=delta, outer=outer)
 
     def _average_buffers(self, mine: torch.Tensor) -> torch.Tensor:
         """Overwrite buffers with their mean over all ranks, inside the node first."""
@@ -323,7 +318,7 @@ class Collective:
         return self._channels.near_node is not None and self._inside(scope)
 
     def _inside(self, scope: Scope) -> bool:
-        return scope == "node" or len(self.topology.nodes) == 1
+        return scope == "node" or len(self._nodes.nodes) == 1
 
     def _carry(self, parcel: Parcel, scope: Scope) -> None:
         node, near = self._channels.node, self._channels.near_node
@@ -389,7 +384,6 @@ class Collective:
         return [Standing(*numbers) for numbers in channel.tell(*mine)]
 
     def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
-        """Inside the node a sum for each lane, across nodes their means, then all of them inside the node."""
         node, lane, lanes = self._channels.node, self._channels.lane, self._channels.lanes
         if self._inside(scope):
             node.total(flat, lanes)
@@ -398,14 +392,7 @@ class Collective:
             lane = _have(lane)
             flat.copy_(lane.mean(flat, None, len(set(self.present) & set(lane.ranks))))
         else:
-            shards = flat.view(lanes, -1)
-            mine = shards[node.row(lanes)]
-            if node.size > 1:
-                mine.copy_(node.part(flat, lanes))
-            if lane is not None:
-                mine.copy_(lane.mean(mine, None, self._contributors))
-            if node.size > 1:
-                node.share(shards)
+            _mean_by_node(flat, node, lane, lanes=lanes, divisor=self._contributors)
 
     @property
     def _channels(self) -> Channels:
@@ -447,6 +434,47 @@ class Collective:
         sent, between = channels.traffic()
         if sent:
             self._trace.emit("sent", bytes=sent, between_nodes=between)
+
+
+def _average_pieces(
+    flat: torch.Tensor,
+    mean_of: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    grain: int,
+    delta: bool,
+    outer: Advance | None,
+) -> float:
+    """Overwrite `flat` with the mean, or with what is missing to it, piece by piece, so that the extra memory is bounded;
+    how far the values were from it, squared."""
+    norms = []  # read at the end: on a device that is the only wait
+    length = max(PIECE // grain, 1) * grain
+    for begin, piece in zip(range(0, flat.numel(), length), flat.split(length), strict=True):
+        mean = mean_of(piece)
+        torch.sub(mean, piece, out=piece)
+        norms.append(torch.linalg.vector_norm(piece))
+        if outer is not None:
+            goal = outer(slice(begin, begin + piece.numel()), mean)
+            piece.add_(goal - mean)
+            mean = goal
+        if not delta:
+            piece.copy_(mean)
+    spread = 0.0
+    for norm in norms:
+        spread += float(norm) ** 2
+    return spread
+
+
+def _mean_by_node(flat: torch.Tensor, node: Channel, lane: Channel | None, *, lanes: int, divisor: int) -> torch.Tensor:
+    """In place: inside the node a sum for each lane, across nodes their means, then all of them inside the node."""
+    shards = flat.view(lanes, -1)
+    mine = shards[node.row(lanes)]
+    if node.size > 1:
+        mine.copy_(node.part(flat, lanes))
+    if lane is not None:
+        mine.copy_(lane.mean(mine, None, divisor))
+    if node.size > 1:
+        node.share(shards)
+    return flat
 
 
 def _row(flat: torch.Tensor, row: int, rows: int) -> torch.Tensor:

@@ -57,25 +57,24 @@ class Nodes:
 
 
 class Costs:
-    """The prices of one topology on one cluster. `units`: the replicas, whose lanes exchange; a rank each, or a node."""
+    """The prices of one topology on one cluster. `single`: every rank is a replica, not the nodes."""
 
-    def __init__(self, topology: Topology, units: Topology, cluster: Cluster, machine: Machine) -> None:
-        self._topology, self._cluster, self._machine = topology, cluster, machine
-        self.members = len(units.nodes)
-        self.lanes = units.lanes
+    def __init__(self, topology: Topology, cluster: Cluster, machine: Machine, *, single: bool) -> None:
+        self._topology, self._cluster, self._machine, self._single = topology, cluster, machine, single
+        self.members = len(topology.nodes)
+        self.lanes = topology.lanes
         self.mates = max(len(node) for node in topology.nodes)
-        self.inside = self.mates if units == topology else 1  # ranks that share a replica
         payload = machine.payload * (machine.crowd if self.members > 2 else 1.0)
         self._rate = cluster.bytes_per_second * payload
         self._backbone = cluster.backbone_bytes_per_second * payload
-        self._swapped, self._passed = self._shares(units)
+        self._swapped, self._passed = self._shares()
 
-    def _shares(self, units: Topology) -> tuple[Times, Times]:
+    def _shares(self) -> tuple[Times, Times]:
         """What leaves each node per byte of a lane's vector: in an all-to-all of parts, and in a ring that gathers them."""
         nodes = Nodes(self._topology).of_rank
         swapped, passed = np.zeros(len(self._topology.nodes)), np.zeros(len(self._topology.nodes))
         for index in range(self.lanes):
-            lane = nodes[np.asarray(units.lane(index))]
+            lane = nodes[np.asarray(self._topology.lane(index))]
             strangers = self.members - np.bincount(lane, minlength=len(swapped))[lane]
             np.add.at(swapped, lane, strangers / self.members)
             crossing = lane != np.roll(lane, -1)
@@ -116,12 +115,7 @@ class Costs:
 
     def world_average(self, size: float) -> Cost:
         """Gradients: gather them, sum inside the node, means across nodes, share inside the node, scatter them."""
-        cost = Cost(self._machine.work(size, passes=5, operations=1)) + self.lanes_average(size)
-        if self.inside > 1:
-            others = (self.mates - 1) * size / self.lanes
-            cost += Cost(self._machine.work(size, passes=3, operations=1) + self._from_mates(others, size))
-            cost += self._share(size)
-        return cost
+        return Cost(self._machine.work(size, passes=5, operations=1)) + self._average_by_node(size)
 
     def exchange(self, size: float, ranks: int, *, lane: int | None = None) -> Cost:
         """Everybody says what it is at, lanes average, the node shares the result, everybody tells how far it was."""
@@ -130,7 +124,17 @@ class Costs:
             more = self._machine.work((1 - 1 / self.lanes) * size, passes=4, operations=1)
             spread = size / self._cluster.node_bytes_per_second + self._machine.message
             return around + self.lanes_average(size) + Cost(more + spread)
-        return around + self.lanes_average(size) + (self._share(size) if self.inside > 1 else Cost(0.0))
+        if self._single and self.mates > 1:  # each piece is copied first
+            return around + Cost(self._machine.work(size)) + self._average_by_node(size)
+        return around + self.lanes_average(size) + (self._share(size) if self.mates > 1 else Cost(0.0))
+
+    def _average_by_node(self, size: float) -> Cost:
+        """Sums inside the node, means across nodes, shared inside the node."""
+        if self.mates == 1:
+            return self.lanes_average(size)
+        others = (self.mates - 1) * size / self.lanes
+        summed = Cost(self._machine.work(size, passes=3, operations=1) + self._from_mates(others, size))
+        return summed + self.lanes_average(size) + self._share(size)
 
     def gather_shards(self, size: float) -> Cost:
         """The ranks of a node meet and put the model together from the shard that each of them owns."""

@@ -95,7 +95,7 @@ class GossipClocks:
         self._node = np.arange(learners) if as_nodes else nodes.of_rank
         self._durations = node_steps(sizes, durations, nodes, costs) if as_nodes else durations
         self._inner_waits = (self._durations[self._learner_of_rank] - durations).mean(axis=1)
-        self._size, self._shard = sum(sizes), sum(sizes) / costs.lanes
+        self._size, self._shard = sum(sizes), sum(sizes) / (costs.lanes if as_nodes else 1)
         chunk, window = in_flight(round(self._shard), learners - 1)
         turns = ceil(self._shard / chunk / window)
         self._delay = 2 * turns * (cluster.latency_seconds + machine.message)

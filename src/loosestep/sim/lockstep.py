@@ -52,7 +52,7 @@ class Gradients:
         costs = self._costs
         across = scope == "world" and costs.members > 1
         free = begin + self._first * seconds
-        if costs.inside > 1:
+        if costs.mates > 1:
             free = self._nodes.latest(free) + costs.node_header().seconds
         if across:
             free = np.full_like(free, free.max() + costs.header(self._ranks).seconds)
@@ -99,7 +99,8 @@ class CollectiveClocks:
         loss: Loss | None = None,
     ) -> None:
         self.strategy, self.state, self._costs = strategy, strategy.begin(), costs
-        self._ranks, self._replicas = topology.world, costs.members
+        self._ranks = topology.world
+        self._replicas = topology.world if strategy.learner == "rank" else costs.members
         self._size, self._fixed, self._loss = sum(sizes), fixed, loss
         self._nodes = Nodes(topology)
         self._gradients = Gradients(sizes, self._nodes, costs, ranks=topology.world)

@@ -73,8 +73,7 @@ def predict(
     durations = np.stack([cluster.durations(rank, steps) for rank in range(topology.world)])
     if not (durations.mean(axis=1) > 0).all():
         raise ValueError(f"every rank must compute for some time, got compute={cluster.compute!r}")
-    units = topology.flat() if chosen.learner == "rank" else topology
-    costs = Costs(topology, units, cluster, machine)
+    costs = Costs(topology, cluster, machine, single=chosen.learner == "rank")
     clocks: GossipClocks | CollectiveClocks
     if isinstance(chosen, ADPSGD):
         clocks = GossipClocks(chosen, topology, cluster, machine, costs=costs, sizes=sizes, durations=durations)
