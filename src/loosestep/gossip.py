@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from loosestep.comm.base import CommError, LostPeer, Vector
 from loosestep.comm.collective import Collective
@@ -52,7 +51,7 @@ class GossipEngine:
         self, learner: Learner, strategy: ADPSGD, *, world: World, neighbours: int, key: str | None, encrypt: bool
     ) -> None:
         self._learner, self._strategy, self._world, self.trace = learner, strategy, world, learner.trace
-        self._variances, self._sharding = variances(learner.model), sharding_modules(learner.model)
+        self._sharding = sharding_modules(learner.model)
         self._size = sum(tensor.numel() for tensor in (*learner.replica.params, *self._statistics()))
         self._begun: list[tuple[int, int, Pending]] = []
         cores = len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
@@ -65,6 +64,7 @@ class GossipEngine:
             self._fold_share = 1.0 if learner.replica.floating else RELAYING
         self._mailbox: Box | None = None
         self._members, self._gone, self._parts, self._ending = self._lane(), set[int](), 1, False
+        self._left_early: set[int] = set()
         self._graph = strategy.graph(len(self._members))
         if self._graph.note() and world.rank == 0:
             log.warning(self._graph.note())
@@ -231,6 +231,7 @@ class GossipEngine:
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Leave the gossip; the others go on."""
+        self._ending = True
         self.trace.emit("abort", reason=reason)
         self._end()
 
@@ -263,7 +264,7 @@ class GossipEngine:
             "consensus_distance": mailbox.consensus_distance * self._size**0.5,
             "rate": self._pace.current,
             "learners": len(mailbox.alive()) + 1,
-            "lost": sorted(mailbox.dead()),
+            "lost": sorted(mailbox.dead() | self._left_early),
             "communication_cpu_seconds": mailbox.cpu_seconds(),
             "fold_seconds": counters["fold_seconds"],
             "fold_cpu_seconds": counters["fold_cpu_seconds"],
@@ -288,9 +289,11 @@ class GossipEngine:
         return {}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """The progress counter goes on; the shadow follows the parameters at the next boundary."""
+        """The progress counter goes on, from parameters that are in the shadow before anybody asks for them."""
         if self._mailbox is not None:
             self._mailbox.steps = self._learner.state["step"]
+        if not self._ending:
+            self._land(lambda box, tensors: box.settle(tensors))
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
@@ -301,18 +304,19 @@ class GossipEngine:
 
     def _floors(self) -> Vector:
         """A tenth of every variance."""
-        return list(torch._foreach_mul(self._variances, 0.1)) if self._variances else []
+        variances = self._learner.replica.variances
+        return list(torch._foreach_mul(variances, 0.1)) if variances else []
 
     def _keep_positive(self, floors: Vector) -> None:
         """Variances stay positive: a late delta may pull one below zero, which becomes its floor."""
-        if self._variances:
-            below = torch._foreach_clamp_max(self._variances, 0.0)
-            torch._foreach_sub_(self._variances, below)
-            torch._foreach_addcmul_(self._variances, floors, torch._foreach_sign(below), -1.0)
+        if variances := self._learner.replica.variances:
+            below = torch._foreach_clamp_max(variances, 0.0)
+            torch._foreach_sub_(variances, below)
+            torch._foreach_addcmul_(variances, floors, torch._foreach_sign(below), -1.0)
 
     def _floor_at_zero(self) -> None:
         """Variances of the mean, the same on every rank."""
-        for variance in self._variances:
+        for variance in self._learner.replica.variances:
             variance.clamp_(min=0)
 
     def _require_sound(self, tensors: Vector) -> None:
@@ -331,6 +335,12 @@ class GossipEngine:
         self.trace.emit(kind, **fields)
         if kind == "peer_dead":
             log.warning("rank %s is gone (%s); the others go on without it", fields.get("peer"), fields.get("why"))
+        if kind == "peer_left" and not fields["finished"]:
+            self._left_early.add(fields["peer"])
+            log.warning(
+                "rank %s has left before the end; the others go on, and its model is not part of their result",
+                fields["peer"],
+            )
         if kind in ("peer_dead", "peer_left") and not self._ending:
             self._check_graph(fields["peer"])
         if kind in ("peer_no_progress", "frame_refused", "mailbox_failed"):
@@ -354,11 +364,6 @@ class GossipEngine:
                 " and ".join(map(str, named)),
             )
         self._parts = len(parts)
-
-
-def variances(model: nn.Module) -> Vector:
-    """The running variances of batch norms. A mean may be negative, and which other statistics may not is not known here."""
-    return [local(buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "running_var"]
 
 
 def write(tensors: Vector, flat: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """ADPSGD and DelayByOne attached, on real processes."""
 
+import logging
 import threading
 import time
 
@@ -273,6 +274,58 @@ def test_momentum_is_averaged_on_request_and_stays_local_otherwise():
     shared = ranks(2, momenta, spec="adpsgd:average_momentum=true")
     assert local == pytest.approx([0.0, 1.0])
     assert shared == pytest.approx([0.5, 0.5], abs=0.05)
+
+
+def resumed(rank: int, spec: str):
+    """Parameters that are loaded after attach, and the mean that is read before anybody has made a step."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(50))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with loosestep.attach(model, optimizer, spec, topology=Topology(GRID), deadline=20) as run:
+        state = run.state_dict()
+        model[0].data.fill_(1.0 + rank // 2)
+        run.load_state_dict(state)
+        loaded = flat(model)
+        dist.barrier()
+        with run.consensus():
+            inside = flat(model)
+    return loaded, inside, flat(model)
+
+
+@pytest.mark.parametrize("spec", ["adpsgd", "adpsgd:replica=node"])
+def test_peers_meet_what_was_loaded_before_the_first_step(spec):
+    for rank, (loaded, inside, end) in enumerate(ranks(4, resumed, spec=spec)):
+        assert torch.equal(loaded, torch.full((50,), 1.0 + rank // 2))
+        assert torch.equal(inside, torch.full((50,), 1.5))
+        assert torch.equal(end, inside)
+
+
+def deserted(rank: int, spec: str):
+    """Rank 1 leaves by an exception; what is said on the others, and their end."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("loosestep").addHandler(handler)
+    model = nn.ParameterList([nn.Parameter(torch.full((3,), float(rank)))])
+    try:
+        with loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), spec, deadline=20) as run:
+            model[0].data.fill_(float(rank))
+            if rank == 1:
+                raise KeyError("a mistake")
+            while not run.stats["lost"]:
+                time.sleep(0.01)
+    except KeyError:
+        return None
+    finally:
+        logging.getLogger("loosestep").removeHandler(handler)
+    return said, run.stats["lost"], flat(model)
+
+
+def test_a_rank_that_leaves_before_the_end_is_named_once_and_not_part_of_the_result():
+    first, _, other = ranks(3, deserted, spec="adpsgd")
+    for said, lost, end in (first, other):
+        assert said == ["rank 1 has left before the end; the others go on, and its model is not part of their result"]
+        assert lost == [1]
+        assert torch.equal(end, torch.ones(3))  # of 0 and 2
 
 
 # Delay by one ---------------------------------------------------------------------------------------------------------

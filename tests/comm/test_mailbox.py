@@ -293,6 +293,54 @@ def test_goodbye_is_not_a_death():
         assert not c.said(0, "peer_dead")
 
 
+def test_a_goodbye_says_whether_its_rank_holds_the_result():
+    with cluster(3) as c:
+        c.boxes[2].close()
+        wait_until(lambda: c.boxes[0].left() == c.boxes[1].left() == {2})
+        c.finish([0, 1])
+        c.boxes[1].close()
+        wait_until(lambda: c.boxes[0].left() == {1, 2})
+        assert [(event["peer"], event["finished"]) for event in c.said(0, "peer_left")] == [(2, False), (1, True)]
+
+
+def test_a_mailbox_whose_thread_is_just_failing_is_closed_all_the_same():
+    failed, told = threading.Event(), threading.Event()
+
+    def linger(kind, **_):
+        failed.set()
+        assert told.wait(5)
+
+    with cluster(2) as c:
+        courier = c.boxes[0]._courier
+        courier._emit = linger
+        courier.commands.append(lambda: 1 / 0)
+        courier.transport.wake()
+        assert failed.wait(5)
+        courier.transport.wake = told.set
+        c.boxes[0].close()
+        assert not c.boxes[0]._thread.is_alive()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("timeout", [None, 100.0])
+def test_who_waits_for_a_thread_that_is_gone_is_told_why_it_failed(timeout, monkeypatch):
+    monkeypatch.setattr("loosestep.comm.mailbox.LOOK", 0.02)
+    with cluster(2) as c:
+        box = c.boxes[0]
+        check = box._check
+
+        def last_check():
+            check()
+            box._check = check
+            box._tell_courier(lambda: 1 / 0)  # it ends, and the next command comes too late
+            box._thread.join()
+
+        box._check = last_check
+        with pytest.raises(ConnectionError, match="has failed") as raised:
+            box.consensus(timeout)
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
 def test_a_silent_peer_is_suspended_resumed_and_keeps_its_exchange():
     silent = threading.Event()
 

@@ -249,6 +249,57 @@ def test_bfloat16_keeps_what_rounding_cuts_off():
     assert params[0][0] == 258.0
 
 
+def test_what_landed_in_a_chunk_of_full_precision_beside_one_of_less_is_added_once():
+    params = [torch.full((8,), 256.0, dtype=torch.bfloat16), torch.ones(8)]
+    shadow = Shadow(params, chunk_bytes=8 * 4)  # a chunk each
+    for chunk in range(2):
+        value = shadow.read(chunk).value
+        shadow.move(chunk, 1.0, mine=value, theirs=value + np.float32(0.25), snapshot=0)
+    for _ in range(3):
+        shadow.boundary(params)
+        assert [float(p[0]) for p in params] == [256.0, 1.25]
+        np.testing.assert_array_equal(shadow.flat(), [256.25] * 8 + [1.25] * 8)
+
+
+PRECISIONS = [[torch.bfloat16, torch.float32], [torch.float32, torch.float64], [torch.float16, torch.float32] * 2]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(PRECISIONS),
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("exchange"), st.integers(0, 1)),
+            st.tuples(st.just("boundary"), st.integers(0, 1)),
+            st.tuples(st.just("step"), st.integers(0, 1)),
+        ),
+        max_size=40,
+    ),
+)
+def test_mean_is_untouched_in_models_of_several_precisions(dtypes, script):
+    """Chunks of four among tensors of six: some are of one precision, some of two."""
+    models = [
+        [torch.randn(6, generator=torch.Generator().manual_seed(10 * end + i)).to(d) for i, d in enumerate(dtypes)]
+        for end in (0, 1)
+    ]
+    shadows = [Shadow(params, chunk_bytes=4 * (8 if torch.float64 in dtypes else 4)) for params in models]
+    total = sum(shadow.flat().astype(np.float64) for shadow in shadows)
+    for name, end in script:
+        if name == "exchange":
+            for chunk in range(shadows[0].chunks):
+                values = [shadow.read(chunk).value for shadow in shadows]
+                for mine, shadow in enumerate(shadows):
+                    shadow.move(chunk, 0.5, mine=values[mine], theirs=values[1 - mine], snapshot=0)
+        else:
+            before = torch.cat([p.double() for p in models[end]])
+            if name == "step":
+                for p in models[end]:
+                    p += 0.5
+            total += (torch.cat([p.double() for p in models[end]]) - before).numpy()
+            shadows[end].boundary(models[end])
+    np.testing.assert_allclose(sum(shadow.flat() for shadow in shadows), total, rtol=0, atol=1e-4)
+
+
 def test_a_shadow_without_parameters_says_so():
     with pytest.raises(ValueError, match="at least one parameter"):
         Shadow([])

@@ -226,6 +226,7 @@ class Channel:
         if self._slots is not None:
             self._slots.meeting.close()
         self._group = self._slots = None
+        self._scratch.clear()
 
     def _open_slots(self, store: dist.Store) -> Slots | None:
         """Shared memory, if every rank of the group can have it."""

@@ -429,6 +429,7 @@ class Courier:
             "peer_left" if state is State.LEFT else "peer_dead",
             peer=peer,
             why=why,
+            finished=bool(self.members.peers[peer].flags & Flags.HOLDS),
             progress=self.members.peers[peer].progress,
             unanswered=doubt.unanswered,
             unconfirmed=doubt.unconfirmed,

@@ -12,13 +12,14 @@ shard of the model. Addresses are exchanged through the store once; afterwards i
 mean never moves, `shadow.py` for the step boundary, `ending.py` for the end, `members.py` for who counts as there.
 
 Events through `emit(kind, **fields)`, from the communication thread: peer_suspended, peer_resumed, peer_no_progress,
-peer_left, peer_dead (once; with the deltas in doubt), frame_refused (once per reason and source),
+peer_left (`finished`: it holds the result), peer_dead (once; with the deltas in doubt), frame_refused (once per reason and source),
 mailbox_failed (the thread has ended by an error, which the next call raises). From the compute thread, once a second
 and at the end: traffic (bytes sent since the last one, consensus distance).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import threading
@@ -51,6 +52,7 @@ Array = NDArray[Any]
 CHUNK_BYTES = 1 << 20
 LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
 TELL = 1.0  # seconds between two events about traffic
+LOOK = 1.0  # seconds between two looks, while waiting, whether the communication thread is still there
 
 
 class Mailbox:
@@ -301,7 +303,7 @@ class Mailbox:
     def close(self) -> None:
         """Say goodbye and let go of the thread and every socket."""
         if self._thread.is_alive():
-            self._do(lambda: setattr(self._courier, "stopping", True))
+            self._tell_courier(lambda: setattr(self._courier, "stopping", True))  # whether or not it has failed
         self._thread.join()
         self._tell(time.monotonic())
         if self._shadow.relay is not None:
@@ -330,11 +332,15 @@ class Mailbox:
             raise ConnectionError(f"the mailbox of rank {self.rank} is closed")
 
     def _wait(self, pending: Pending, timeout: float | None, what: str) -> None:
-        if not pending.wait(timeout):
-            raise TimeoutError(
-                f"{what} took longer than {timeout:g} s; alive: {sorted(self.alive())}, suspended: "
-                f"{sorted(self.suspended())}, dead: {sorted(self.dead())}"
-            )
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not pending.wait(min(LOOK, max(0.0, end - time.monotonic()))):
+            if not self._thread.is_alive() and not pending.done():
+                self._check()  # it ended before it took the command, so nobody will ever be done
+            if time.monotonic() >= end:
+                raise TimeoutError(
+                    f"{what} took longer than {timeout:g} s; alive: {sorted(self.alive())}, suspended: "
+                    f"{sorted(self.suspended())}, dead: {sorted(self.dead())}"
+                )
         if pending.outcome == "dropped":
             self._check()
             raise ConnectionError(f"{what} was interrupted")

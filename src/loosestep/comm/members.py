@@ -82,7 +82,7 @@ class Members:
         self._swept = now
         if pause > self._suspend / 2:  # this process itself was stopped: nobody can be blamed for that time
             for peer in self.peers.values():
-                peer.heard += pause
+                peer.heard = min(peer.heard + pause, now)  # who was heard since then was not silent at all
         for peer in self.peers.values():
             if peer.state is State.ALIVE and now - peer.heard > self._suspend:
                 self._silence(peer, f"silent for {now - peer.heard:.2f} s")

@@ -133,7 +133,6 @@ class Shadow:
         self._difference = np.empty(min(per_chunk, self.size), dtype=self.dtype)
         self._free: list[Buffer] = []
         self._whole = min(per_chunk, self.size) * self.dtype.itemsize
-        self._rounds = any(torch.empty(0, dtype=p.dtype).element_size() < self.dtype.itemsize for p in params)
         self._views = _Views(self._chunks, torch.from_numpy(self._base), torch.from_numpy(self._delta))
         with self.lock:
             self._views.of(params).adopt_all()
@@ -305,8 +304,7 @@ class Shadow:
             return
         with self.lock:
             if part.dirty:
-                boundary.views.fold(chunk)
-                part.dirty = self._rounds
+                part.dirty = boundary.views.fold(chunk)
             else:
                 boundary.views.adopt(chunk)
             part.crossed = self._opened
@@ -398,17 +396,19 @@ class _Views:
         for chunk in range(len(self._chunks)):
             self.adopt(chunk)
 
-    def fold(self, chunk: int) -> None:
+    def fold(self, chunk: int) -> bool:
+        """x += delta;  base = x. Whether delta keeps something: what rounding cut off."""
         xs, bases, deltas = self._xs[chunk], self._bases[chunk], self._deltas[chunk]
         if all(x.dtype == base.dtype and x.device == base.device for x, base in zip(xs, bases, strict=True)):
             torch._foreach_add_(xs, deltas)
             torch._foreach_copy_(bases, xs)
-            return
+            return False
         for x, base, delta in zip(xs, bases, deltas, strict=True):
             exact = x.to(base) + delta
             x.copy_(exact)
             base.copy_(x)
-            torch.sub(exact, base, out=delta)  # what rounding cut off stays for the next fold
+            torch.sub(exact, base, out=delta)  # stays for the next fold
+        return any(x.dtype != base.dtype for x, base in zip(xs, bases, strict=True))
 
     def write_back(self, params: Sequence[torch.Tensor]) -> None:
         for index, flat in self._copies:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +84,7 @@ class Transport:
         self._poller.register(self._pull, zmq.POLLIN)
         self._poller.register(self._own_monitor, zmq.POLLIN)
         self._poller.register(self._wake_in, zmq.POLLIN)
+        _open.add(self)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         made = self._context.socket(kind)
@@ -241,6 +244,43 @@ class Transport:
         self._wake_in.close()
         self._wake_out.close()
         self._context.term()
+        _open.discard(self)
+
+
+_open: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """In a child that was forked, as the workers of a DataLoader are: it holds copies of the connections that peers have
+    made to this process, who would not see them close when this process is killed and the child lives on. Only these
+    descriptors are closed; the rest of ZeroMQ is the parent's."""
+    addresses = {transport.address for transport in _open}
+    _open.clear()
+    if not addresses:
+        return
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # with one, to look at a socket makes it non-blocking, in the parent too
+    with contextlib.suppress(OSError):  # where the system has no such folder
+        for name in os.listdir("/dev/fd"):
+            if _local_end(int(name)) in addresses:
+                os.close(int(name))
+    socket.setdefaulttimeout(timeout)
+
+
+def _local_end(descriptor: int) -> tuple[str, int] | None:
+    """The own address of a TCP socket; None for any other descriptor."""
+    with contextlib.suppress(OSError):
+        looked_at = socket.socket(fileno=descriptor)
+        try:
+            if looked_at.family in (socket.AF_INET, socket.AF_INET6) and looked_at.type == socket.SOCK_STREAM:
+                host, port, *_ = looked_at.getsockname()
+                return host, port
+        finally:
+            looked_at.detach()
+    return None
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def _writable(probe: socket.socket) -> bool:
