@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from loosestep.replica import Replica
+from loosestep.replica import Replica, places
+from loosestep.staging import Staging
 
 
 class Odd(nn.Module):
@@ -117,6 +119,47 @@ def test_floating_buffers_are_packed_and_assigned_and_others_left_alone():
     assert model.norm.running_var.tolist() == [3.0, 4.0, 5.0]
     assert model.norm.num_batches_tracked == 0
     assert model.scratch.tolist() == [1.0, 1.0]
+
+
+def test_buffers_that_were_replaced_are_used():
+    """As `model.cpu()` and `model.cuda()` replace them."""
+    model = Odd()
+    replica = Replica(model)
+    replica.stage()
+    model._apply(torch.clone)
+    model.norm.running_mean.fill_(2.0)
+    model.norm.num_batches_tracked.fill_(7)
+    assert replica.pack_buffers().tolist() == [2.0] * 3 + [1.0] * 3
+    assert replica.stage().buffers.tolist() == [2.0] * 3 + [1.0] * 3
+    replica.assign_buffers(torch.arange(6.0))
+    assert model.norm.running_var.tolist() == replica.variances[0].tolist() == [3.0, 4.0, 5.0]
+    assert [int(buffer) for buffer in replica.counting] == [7]
+
+
+def test_a_parameter_that_was_replaced_is_refused():
+    model = Odd()
+    replica = Replica(model)
+    model.load_state_dict(model.state_dict())
+    replica.check_unchanged()
+    model.first.load_state_dict({name: value.clone() for name, value in model.first.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match=r"parameter first.weight is another tensor .* Load without assign=True"):
+        replica.check_unchanged()
+
+
+def test_parameters_that_are_only_registered_elsewhere_are_the_same():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    replica = Replica(model)
+    prune.random_unstructured(model[0], "weight", 0.5)  # which calls it weight_orig
+    model[1].requires_grad_(False)
+    replica.check_unchanged()
+    assert replica._places == list(places(model))
+
+
+def test_parameters_that_were_moved_to_another_device_are_refused():
+    replica = Replica(nn.Linear(2, 2))
+    replica.staging = Staging(torch.device("meta"))
+    with pytest.raises(RuntimeError, match=r"parameter weight was on meta when .* is on cpu now; move the model back"):
+        replica.check_unchanged()
 
 
 def test_the_kept_snapshot_is_one_buffer():

@@ -75,7 +75,6 @@ class CollectiveEngine:
         self._adopt_mean(mean)
 
         def restore() -> None:
-            self._replica.wait_for_readers()
             self._replica.assign(stash)
             self._replica.assign_buffers(buffers)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from loosestep.comm.base import Invitation, Kind, Offer, Parcel, Vector
+from loosestep.comm.base import Invitation, Kind, Offer, Parcel, Pending, Vector
 from loosestep.comm.collective import Collective
 from loosestep.exchanges import align
 from loosestep.gossip import GossipEngine, Way, completely, write
-from loosestep.gradients import GradientAverager
+from loosestep.gradients import GradientAverager, Plain
 from loosestep.replica import Replica
 from loosestep.shards import is_dtensor, local, pieces, reshard
 
@@ -75,6 +75,7 @@ class NodeGossipEngine(GossipEngine):
             model = self._learner.model
             self._common = Replica(model, multiple=self._lanes, keep=lambda param: not self._is_owned(param))
         self._splits = not self._owned or bool(self._common.params or self._extras)
+        self._holds = any(local(tensor).numel() for tensor in self._owned)
 
     @property
     def _owned(self) -> Vector:
@@ -94,18 +95,35 @@ class NodeGossipEngine(GossipEngine):
 
     def _pieces(self, vector: Vector) -> Vector:
         """What this rank gossips about: its shards, where they are, and its pieces of the vector. Shards alone are on one
-        device, and cross their boundary without making it wait."""
+        device, and cross their boundary without making it wait; where all of them are empty it still has to be heard."""
         reshard(self._sharding)
-        split = vector if self._splits else []
+        split = vector if self._splits or not self._holds else []
         return [*map(local, self._owned), *(flat.view(self._lanes, -1)[self._shard] for flat in split)]
 
     def _share(self, vector: Vector) -> None:
         """Every rank's pieces of the vector, on every rank of the node; and the gradient count that local rank 0 has heard,
         in the place of a loss, so that all ranks of the node go by the same."""
-        if self._splits:
-            heard = (self._mailbox.global_steps, 1) if self._mailbox is not None and self._shard == 0 else (0.0, 0)
-            landed = self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean", losses=heard))
-            self._heard = int(landed.loss_sum)
+        landed = self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean", losses=self._count()))
+        self._heard = int(landed.loss_sum)
+
+    def _count(self) -> tuple[float, int]:
+        """The gradient count that this rank has heard, if it is the one whose count its node goes by; and how many they are."""
+        return (self._mailbox.global_steps, 1) if self._mailbox is not None and self._shard == 0 else (0.0, 0)
+
+    def _share_count(self) -> None:
+        """The same count where nothing else is shared at a boundary: in the background, so it is of the boundary before."""
+        if self._counting is not None:
+            count, shared = self._counting
+            shared.wait()
+            self._heard = round(float(count[0] / count[1]))  # a mean, of however many ranks
+        self._heard += self._mates  # this step's
+        count = self._blank_count()
+        count[:2] = torch.tensor(self._count())
+        self._comm.open_round("node", 0.0)
+        self._counting = count, self._comm.reduce(Plain(count), "node")
+
+    def _blank_count(self) -> torch.Tensor:
+        return torch.zeros(2 * self._lanes, dtype=torch.float64)
 
     def _adopt(self, vector: Vector) -> None:
         self._common.assign(vector[:-1])
@@ -130,8 +148,10 @@ class NodeGossipEngine(GossipEngine):
         super().mix(round_number)
 
     def _land(self, way: Way) -> None:
-        floors = self._floors()
-        vector = self._vector()
+        vector, floors = self._vector(), self._floors()
+        if not self._splits:
+            self._cross(self._pieces(vector), way)
+            return
         if len(self._comm.present) < self._mates:  # somebody did not make this step: its shard comes from one who did
             leader = self._comm.present[0]
             vector = self._comm.broadcast_state({"vector": vector}, root=leader)["vector"]
@@ -150,6 +170,8 @@ class NodeGossipEngine(GossipEngine):
             self._inner.pulse.step = self._learner.state["step"] + 1
         self._comm.step = self._learner.state["step"] + 1
         super().boundary()
+        if not self._splits:
+            self._share_count()
 
     def exchange(self, round_number: int) -> None:
         """Local ranks beyond the last lane have nobody to talk to."""
@@ -172,7 +194,6 @@ class NodeGossipEngine(GossipEngine):
         self._floor_at_zero()
 
         def restore() -> None:
-            self._learner.replica.wait_for_readers()
             self._adopt(stash)
             for tensor, old in zip(self._owned, held, strict=True):
                 local(tensor).copy_(old)
@@ -201,6 +222,12 @@ class NodeGossipEngine(GossipEngine):
             newest = self._comm.broadcast_state({"vector": self._vector()}, root=steps.index(max(steps)))
             self._adopt(newest["vector"])
 
+    def _end(self) -> None:
+        """The memory that only the node's ranks shared."""
+        super()._end()
+        self._common.let_go()
+        self._extra = torch.empty(0)
+
     def abort(self, reason: str, culprit: int | None) -> None:
         """Tell the node's ranks, leave the gossip."""
         self._comm.abort(reason, culprit)
@@ -215,16 +242,18 @@ class NodeGossipEngine(GossipEngine):
                 self._swap_in()()
 
     def blank_parcels(self) -> Iterable[Parcel]:
-        """Zeros in the shape of the gradient buckets."""
-        return self.averager.blank_parcels() if self.averager is not None else []
+        """Zeros in the shape of what the node's ranks average in the background."""
+        return self.averager.blank_parcels() if self.averager is not None else [Plain(self._blank_count())]
 
     def global_steps(self) -> int:
-        """A step of a node is a gradient of each of its ranks. As the node's ranks have shared it, where they share."""
-        return self._heard if self._splits else super().global_steps()
+        """A step of a node is a gradient of each of its ranks. As the node's ranks have shared it."""
+        return self._heard
 
     _heard = 0
+    _counting: tuple[torch.Tensor, Pending[None]] | None = None
 
     def load(self, saved: dict[str, Any]) -> None:
         """What the others have done is heard soon."""
         super().load(saved)
+        self._counting = None
         self._heard = self._learner.state["step"] * self._world.topology.world

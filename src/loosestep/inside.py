@@ -131,13 +131,14 @@ def _check_shards(model: nn.Module, spread: dict[str, nn.Parameter], mates: Sequ
             "nobody averages between them; use a mesh of all ranks of the node, or pass topology= with the ranks of one mesh "
             "as one node"
         )
-    if sharding_modules(model):
-        for name, param in model.named_parameters():
-            if param.requires_grad and name not in spread:
-                raise ValueError(
-                    f"parameter {name} trains outside of fully_shard, so nobody would average its gradients inside the node; call "
-                    "fully_shard on the whole model too"
-                )
+    covered = {id(param) for part in sharding_modules(model) for param in part.parameters()}
+    for name, param in model.named_parameters():
+        averaged = name in spread and (id(param) in covered or mesh_ranks(param) == list(mates))
+        if covered and param.requires_grad and not averaged:
+            raise ValueError(
+                f"parameter {name} trains outside of fully_shard, so nobody would average its gradients inside the node; call "
+                "fully_shard on the whole model too"
+            )
     for name, buffer in model.named_buffers():
         if is_dtensor(buffer) and pieces(buffer) > 1:
             raise ValueError(f"buffer {name} is sharded, which cannot be averaged; keep buffers whole on every rank")

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from loosestep.inside import Inside
 from loosestep.replica import Replica
-from loosestep.shards import local
+from loosestep.shards import each_tensor, local
 from loosestep.strategies.base import State, Strategy
 from loosestep.trace.events import Trace
 from loosestep.trace.recorder import NoTape, Tape
@@ -54,6 +54,11 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.state = self.strategy.begin()
+
+    def let_go(self) -> None:
+        """Of memory, when the run has ended; what `state_dict` tells of stays, on the host."""
+        self.replica.let_go()
+        self.state = each_tensor(self.state, torch.Tensor.cpu)
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Every floating tensor of the optimizers' state, as far as this rank holds it, in a fixed order."""

@@ -13,10 +13,11 @@ a fold makes the compute thread wait.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -81,14 +82,31 @@ class Replica:
             self._segment(dtype, [p for p in trainable if p.dtype == dtype], multiple)
             for dtype in dict.fromkeys(p.dtype for p in trainable)
         ]
-        self.floating = [local(b) for b in persistent_buffers(model) if b.is_floating_point()]
-        self.counting = [local(b) for b in persistent_buffers(model) if not b.is_floating_point()]
+        buffers = list(persistent_buffers(model))
+        self._floating = [buffer for buffer in buffers if buffer.now.is_floating_point()]
+        self._counting = [buffer for buffer in buffers if not buffer.now.is_floating_point()]
+        self._model, self._places = model, list(places(model))
         self.sharded = any(is_dtensor(param) for param in model.parameters())
         self._sharding = sharding_modules(model)
         self.staging = Staging(trainable[0].device if trainable else torch.device("cpu"))
         self._images: list[Image] | None = None
         self._statistics: Image | None = None
         self._loss: Image | None = None
+
+    @property
+    def floating(self) -> list[torch.Tensor]:
+        """Buffers that are averaged."""
+        return [local(buffer.now) for buffer in self._floating]
+
+    @property
+    def counting(self) -> list[torch.Tensor]:
+        """Buffers that are not: rank 0's are everybody's at the start and at the end."""
+        return [local(buffer.now) for buffer in self._counting]
+
+    @property
+    def variances(self) -> list[torch.Tensor]:
+        """The running variances of batch norms. A mean may be negative, and which other statistics may not is not known here."""
+        return [local(buffer.now) for buffer in self._floating if buffer.name == "running_var"]
 
     @staticmethod
     def _segment(dtype: torch.dtype, params: list[nn.Parameter], multiple: int) -> Segment:
@@ -106,7 +124,7 @@ class Replica:
         `stay`: the parameters' is where they are. `part`: only this row of the vector, of so many, is wanted."""
         if self._images is None:
             self._images = [Image(s.tensors, s.dtype, s.padded, self.staging) for s in self.segments]
-            if self.floating:
+            if self._floating:
                 size = sum(buffer.numel() for buffer in self.floating)
                 self._statistics = Image(self.floating, self._wide, size, self.staging)
         for segment, image in zip(self.segments, self._images, strict=True):
@@ -191,14 +209,14 @@ class Replica:
 
     def pack_buffers(self) -> torch.Tensor:
         """The floating buffers (BatchNorm statistics) as one vector."""
-        if not self.floating:
+        if not self._floating:
             return torch.empty(0)
         return torch.cat([buffer.detach().reshape(-1).to(self._wide) for buffer in self.floating]).cpu()
 
     @torch.no_grad()
     def assign_buffers(self, packed: torch.Tensor) -> None:
         """Buffers are averaged and assigned, never folded: a delayed delta can make a variance negative."""
-        if not self.floating:
+        if not self._floating:
             return
         if self._statistics is not None and packed is self._statistics.host:
             if self.staging.remote:
@@ -235,24 +253,71 @@ class Replica:
         return hashlib.blake2b("\n".join(self.layout()).encode(), digest_size=16).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Raise if a parameter was unfrozen after attach: it would train on its own, silently."""
+        """Raise if other parameters train than when the run was attached: on their own, or not at all, silently."""
         for param in self.frozen:
             if param.requires_grad:
                 raise RuntimeError(
                     f"{self.names[id(param)]} was frozen when the run was attached and now requires gradients, so it would not "
                     "be averaged. Call run.finish() and attach again after unfreezing"
                 )
+        self.check_places()
+
+    def check_places(self) -> None:
+        """Raise if the model's parameters are other tensors now, or elsewhere."""
+        if any(module._parameters.get(name) is not param for module, name, param in self._places):
+            self._look_again()
+        for param in self.params:
+            if param.device != self.staging.device:
+                raise RuntimeError(
+                    f"parameter {self.names[id(param)]} was on {self.staging.device} when the run was attached and is on {param.device} now; "
+                    "move the model back before the next step, consensus() or finish(), or end the run before it is moved"
+                )
+
+    def _look_again(self) -> None:
+        """Parameters are not where they were: all the same, or others?"""
+        reshard(self._sharding)  # what was gathered is in the places of the shards
+        ours = {id(param) for param in (*self.params, *self.frozen)}
+        for name, param in self._model.named_parameters():
+            if param.requires_grad and id(param) not in ours:
+                raise RuntimeError(
+                    f"parameter {name} is another tensor than when the run was attached (load_state_dict(assign=True) makes new ones), which "
+                    "neither the optimizer nor the run knows. Load without assign=True, or before the optimizer is made and the "
+                    "run attached"
+                )
+        self.frozen = [param for param in self._model.parameters() if not param.requires_grad]
+        self._places = list(places(self._model))
 
 
 def _same(vector: Vector, kept: Vector) -> bool:
     return len(vector) == len(kept) and all(flat is mine for flat, mine in zip(vector, kept, strict=True))
 
 
-def persistent_buffers(model: nn.Module) -> Iterable[torch.Tensor]:
+class Buffer(NamedTuple):
+    """Where a buffer is found. `now`: the tensor there, which `model.cpu()` and the like replace by another."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def now(self) -> torch.Tensor:
+        buffer = self.module._buffers[self.name]
+        assert buffer is not None
+        return buffer
+
+
+def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Where every parameter is found; a tied one several times."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield module, name, param
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[Buffer]:
     """Every buffer that is part of the state dict, once. Non-persistent ones are the module's private business."""
     seen: set[int] = set()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield buffer
+                yield Buffer(module, name)

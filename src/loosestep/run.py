@@ -71,10 +71,12 @@ class Run:
         """
         self._require_active()
         with self._guard():
+            self._come_out_of_turn()
             restore = self._engine.enter_consensus()
         try:
             yield self.model
         finally:
+            self._learner.replica.wait_for_readers()
             restore()
 
     def finish(self) -> None:
@@ -82,9 +84,11 @@ class Run:
         if not self._active:
             return
         with self._guard():
+            self._come_out_of_turn()
             self._engine.finish()
             self._global_steps = self.tape.ended(self._engine.global_steps(), self._digest)
             self._detach()
+        self._let_go()
         self._world.close()
 
     def recorded(self, compute: Callable[[], Any]) -> Any:
@@ -188,6 +192,11 @@ class Run:
             self._warned = True
             warnings.warn(advice, stacklevel=4)
 
+    def _come_out_of_turn(self) -> None:
+        """The parameters are about to be overwritten, not after a step but whenever the user asks for it."""
+        self._learner.replica.check_places()
+        self._learner.replica.wait_for_readers()
+
     def _digest(self) -> int:
         replica = self._learner.replica
         return digest_of([*map(local, replica.params), *replica.floating])
@@ -220,6 +229,7 @@ class Run:
             self._engine.abort(reason, culprit)
             self.tape.aborted(reason)
             self._world.owned = False  # torch's group may be stuck in an operation that nobody can cancel
+            self._let_go()
 
     def _detach(self) -> None:
         self._active = False
@@ -227,9 +237,13 @@ class Run:
             self._engine.averager.remove()
         for handle in self._handles:
             handle.remove()
-        self._learner.replica.let_go()
         atexit.unregister(self._exit)
         self._closed()
+
+    def _let_go(self) -> None:
+        """Of memory. Communication has ended: nothing is queued any more that would read or write it."""
+        self._engine.averager = None
+        self._learner.let_go()
 
     def _at_exit(self) -> None:
         self._break(f"rank {self.rank} ended its process without run.finish()", culprit=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,12 +64,17 @@ def reshard(modules: Sequence[Any]) -> None:
 
 def localise(state: Any) -> Any:
     """A nested state with what this rank holds in the place of every DTensor."""
+    return each_tensor(state, local)
+
+
+def each_tensor(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A nested state with every tensor changed."""
     if isinstance(state, torch.Tensor):
-        return local(state)
+        return change(state)
     if isinstance(state, dict):
-        return {key: localise(value) for key, value in state.items()}
+        return {key: each_tensor(value, change) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(localise(value) for value in state)
+        return type(state)(each_tensor(value, change) for value in state)
     return state
 
 

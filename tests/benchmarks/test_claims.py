@@ -52,6 +52,16 @@ def test_a_round_that_failed_does_not_decide_a_claim(tmp_path: Path) -> None:
     )
 
 
+def test_the_slowest_link_has_a_claim_of_its_own(tmp_path: Path) -> None:
+    shares = {"no communication": 1.0, "torch DDP": 0.1, "daso:period=8,delay=4": 0.77, "adpsgd:topology=ring": 0.97}
+    lines = [{"case": "50 Mbit/s", "peer": peer, "speeds": [100 * share]} for peer, share in shares.items()]
+    lines += [{"case": "500 Mbit/s", "peer": peer, "speeds": [1.0]} for peer in shares]
+    (tmp_path / "throughput-bandwidth.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured(tmp_path)["throughput-bandwidth"] == (
+        "`adpsgd:topology=ring` 97%, `daso:period=8,delay=4` 77% of the speed without communication; best peer: torch DDP, 10%; torch DDP 10%"
+    )
+
+
 def test_whoever_never_gets_there_is_not_named_as_the_best(tmp_path: Path) -> None:
     curves = {"adpsgd:topology=ring": [[0.1, 0.2]], "torch DDP": [[0.5, 0.9]]}
     lines = [{"rate": "100mbit", "peer": peer, "curves": c, "target": 0.8} for peer, c in curves.items()]

@@ -59,6 +59,10 @@ def test_a_spread_shows_least_and_most() -> None:
     assert common.Spread((3.0, 1.0, 2.5)).text(".1f") == "2.5 (1.0-3.0)"
 
 
+def test_one_measurement_has_no_spread() -> None:
+    assert common.Spread((3.0,)).text(".1f") == "3.0"
+
+
 @given(st.permutations([3.0, 1.0, 2.5, math.nan]))
 def test_a_measurement_that_failed_is_counted_but_not_averaged(values: list[float]) -> None:
     spread = common.Spread(tuple(values))
@@ -70,7 +74,7 @@ def test_what_always_failed_says_so() -> None:
     assert common.Spread((math.nan, math.nan)).text() == "failed"
     assert math.isnan(common.Spread((math.nan,)).median)
     assert common.with_share([math.nan, math.nan], [2.0, 2.0], ".1f") == "failed"
-    assert common.with_share([1.0, math.nan], [2.0, 2.0], ".1f") == "1.0 (1.0-1.0), 1 of 2 failed, 50%"
+    assert common.with_share([1.0, math.nan], [2.0, 2.0], ".1f") == "1.0, 1 of 2 failed, 50%"
 
 
 def test_every_line_of_a_table_is_as_wide_as_the_others() -> None:

@@ -264,6 +264,18 @@ def test_a_state_of_something_else_is_refused(case, message):
     assert message in errors(1, other_state, case=case)[0]
 
 
+def held(beside: set[int]) -> dict[int, float]:
+    """Numbers in memory at each address that is none of `beside`."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            if storage.data_ptr() not in beside:
+                found[storage.data_ptr()] = storage.nbytes() / 4
+    return found
+
+
 def memory(rank: int):
     model = nn.Linear(2048, 2048, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -273,22 +285,110 @@ def memory(rank: int):
             (model.weight * (1.0 + rank)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        gc.collect()
         mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
         buckets = {b.flat.untyped_storage().data_ptr() for b in run._engine.averager._buckets}
         comm = run._engine._comm
         buckets.add(comm._g.node._slots._bytes.untyped_storage().data_ptr())  # gradients in shared memory
         shared = comm._x.node._slots._bytes.untyped_storage().data_ptr()
-        held = {}
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor):
-                storage = thing.untyped_storage()
-                if storage.data_ptr() not in mine | buckets:
-                    held[storage.data_ptr()] = storage.nbytes() / 4
-        held[shared] = held.get(shared, 0) / len(run.topology.mates(run.rank))  # one memory for the ranks of a node
-        extra = sum(numel for numel in held.values() if numel > 1000)
+        copies = held(mine | buckets)
+        copies[shared] = copies.get(shared, 0) / len(run.topology.mates(run.rank))  # one memory for the ranks of a node
+        extra = sum(numel for numel in copies.values() if numel > 1000)
     return extra / size
 
 
 def test_at_most_two_extra_copies_of_the_parameters_are_held():
     assert all(copies <= 2.0 for copies in ranks(4, memory))
+
+
+def ended(rank: int, spec: str, how: str):
+    before = set(held(set()))
+    model = nn.Linear(300, 300, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = loosestep.attach(model, optimizer, spec, topology=GRID, deadline=10)
+    for _ in range(5):
+        (model.weight * (1.0 + rank)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = run.state_dict()["state"]
+    if how == "finished":
+        run.finish()
+        assert str(run.state_dict()["state"]) == str(state)
+    else:
+        run.__exit__(ValueError, ValueError("enough"), None)
+    del state
+    comm = getattr(run._engine, "_comm", None)
+    channels = [channel for part in (comm._x, comm._g) if part for channel in part._distinct] if comm else []
+    scratch = {memory.data_ptr() for channel in channels for memory in channel._scratch.values()}
+    kept = held(before | scratch | {p.untyped_storage().data_ptr() for p in model.parameters()})
+    return sum(numel for numel in kept.values() if numel > 1000) / 300**2, run.stats["steps"]
+
+
+@pytest.mark.parametrize("how", ["finished", "broken off"])
+@pytest.mark.parametrize("spec", ["allreduce", "daso:period=2", "diloco:period=2", "adpsgd", "adpsgd:replica=node"])
+def test_a_run_that_has_ended_holds_what_its_state_dict_tells_of_and_no_more(spec, how):
+    theta_and_momentum = 2.0 if "diloco" in spec else 0.0
+    assert ranks(4, ended, spec=spec, how=how) == [(theta_and_momentum, 5)] * 4
+
+
+def abort(rank: int):
+    """What still has its memory when communication is told to end at once, and then no more."""
+    model = linear()
+    optimizer = sgd(model)
+    run = loosestep.attach(model, optimizer, "daso:period=1,delay=1", topology=GRID, deadline=10)
+    one_step(model, optimizer, rank, 0)
+    engine, replica, there = run._engine, run._learner.replica, []
+    end = engine.abort
+    engine.abort = lambda *why: (there.append(replica._images is not None), end(*why))
+    run.__exit__(ValueError, ValueError("enough"), None)
+    return [*there, replica._images is not None]
+
+
+def test_memory_is_let_go_after_communication_has_ended():
+    assert ranks(4, abort) == [[True, False]] * 4
+
+
+def overwrite(rank: int, spec: str):
+    """Whether the parameters were those of the last step, or of the consensus, whenever their readers were waited for."""
+    model = linear()
+    optimizer = sgd(model)
+    seen, waits = [], []
+    run = loosestep.attach(model, optimizer, spec, topology=GRID, deadline=10)
+    run._learner.replica.wait_for_readers = lambda: waits.append(torch.equal(flat(model), seen[-1]))
+    for step in range(4):
+        one_step(model, optimizer, rank, step)
+    seen.append(flat(model))
+    with run.consensus():
+        seen.append(flat(model))
+    seen.append(flat(model))
+    run.finish()
+    return waits, bool((seen[0] - seen[1]).abs().max() > 0)
+
+
+@pytest.mark.parametrize("spec", ["daso:period=8,delay=2", "adpsgd:rate=0.01", "adpsgd:replica=node,rate=0.01"])
+def test_readers_of_the_parameters_are_waited_for_before_they_are_overwritten_out_of_turn(spec):
+    results = ranks(4, overwrite, spec=spec)
+    assert all(waits == [True, True, True] for waits, _ in results)
+    assert any(differs for _, differs in results)
+
+
+def replaced(rank: int, spec: str):
+    """Buffers and the memory of parameters are others in the middle of the run, as after `model.cpu(); model.cuda()`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = sgd(model)
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=10):
+        for step in range(8):
+            if step == 3:
+                model._apply(torch.clone)
+            one_step(model, optimizer, rank, step)
+        mine = model[1].running_var.clone()
+    return mine, model[1].running_var, model[1].running_mean
+
+
+@pytest.mark.parametrize("spec", ["daso:period=2", "adpsgd:rate=0.01", "adpsgd:replica=node"])
+def test_buffers_that_are_replaced_while_training_are_averaged(spec):
+    results = ranks(4, replaced, spec=spec)
+    for _, variance, mean in results:
+        assert torch.equal(variance, results[0][1])
+        assert torch.equal(mean, results[0][2])
+    assert not torch.equal(results[0][0], results[0][1])

@@ -113,6 +113,15 @@ def refused(rank: int, case: str):
         fully_shard(model)
     elif case == "fsdp of a part":
         fully_shard(model.first, mesh=mesh())
+    elif case == "tensor parallel beside fsdp":  # one node of 2 x 2
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        topology = Topology([[0, 1, 2, 3]])
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        parallelize_module(model, square["columns"], {"first": ColwiseParallel(), "second": ColwiseParallel()})
+        for part in (model.first, model.out):
+            fully_shard(part, mesh=square["rows"])
     elif case == "part of the node":
         topology = Topology([[0, 1, 2, 3]])
         fully_shard(model, mesh=mesh())
@@ -149,7 +158,8 @@ def refused(rank: int, case: str):
         ("ddp over the world", "over ranks 0-3, which averages gradients among all of them on every step"),
         ("ddp of a part", "parameter second.weight trains outside of DistributedDataParallel"),
         ("fsdp over the world", "is a DTensor over ranks 0-3, which are not all on this node"),
-        ("fsdp of a part", "trains outside of fully_shard"),
+        ("fsdp of a part", "parameter second.weight trains outside of fully_shard"),
+        ("tensor parallel beside fsdp", "parameter second.weight trains outside of fully_shard"),
         (
             "part of the node",
             "no parameter is a DTensor over all ranks of the node (0-3), frozen is over ranks",

@@ -124,14 +124,22 @@ def changed(rank: int, case: str):
         one_step(model[0], optimizer, rank, 0)
         if case == "unfreeze":
             model[1].requires_grad_(True)
+        elif "assign" in case:
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
         else:
             optimizer.add_param_group({"params": list(model[1].parameters())})
-        one_step(model[0], optimizer, rank, 1)
+        if case != "assign, finish":
+            one_step(model[0], optimizer, rank, 1)
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    [("unfreeze", "1.weight was frozen when the run was attached"), ("group", "parameter groups changed after attach")],
+    [
+        ("unfreeze", "1.weight was frozen when the run was attached"),
+        ("group", "parameter groups changed after attach"),
+        ("assign", "parameter 0.weight is another tensor than when the run was attached"),
+        ("assign, finish", "parameter 0.weight is another tensor than when the run was attached"),
+    ],
 )
 def test_parameters_that_appear_after_attach_are_detected(case, message):
     assert any(message in seen for seen in errors(2, changed, case=case))

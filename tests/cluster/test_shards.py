@@ -121,6 +121,84 @@ def test_nodes_that_gossip_about_shards_learn_and_end_identical(inside, spec):
             assert torch.equal(mine, mates)
 
 
+def count(rank: int, consensus: bool):
+    """What the ranks of a node say at every step that all have done, while each hears of others in its own lane."""
+    model = build("fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    with loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=GRID, deadline=20) as run:
+        members = run._engine._mailbox._courier.members
+        hear = members.progress
+        members.progress = lambda: hear() + 1000 * rank
+        for step in range(8):
+            train(model, optimizer, rank, step, "fsdp")
+            seen.append(run.global_steps)
+            if consensus and step % 3 == 1:
+                with run.consensus():
+                    pass
+    return seen, run.global_steps
+
+
+@pytest.mark.parametrize("consensus", [False, True])
+def test_the_ranks_of_a_node_count_the_same_gradients_at_every_step(consensus):
+    results = ranks(4, count, consensus=consensus)
+    for one, other in ((0, 1), (2, 3)):
+        assert results[one] == results[other]
+        seen, end = results[one]
+        heard = 1000 * one
+        assert [number >= heard for number in seen] == [False] + [True] * 7 if heard else True  # one step late
+        assert all(number - 2 * (step + 1) - heard <= 16 for step, number in enumerate(seen))
+        assert end == heard + 32
+
+
+def empty(rank: int):
+    """One row over two ranks: the second holds nothing at all."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 1), mesh=mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=GRID, deadline=5) as run:
+        for step in range(10):
+            optimizer.zero_grad()
+            model(torch.full((1, 8), float(rank + step))).sum().backward()
+            optimizer.step()
+        with run.consensus():
+            inside = whole(model)
+        rejected = run.stats["rejected"]
+    return sum(p.to_local().numel() for p in model.parameters()), inside, whole(model), run.stats["lost"], rejected
+
+
+def test_a_rank_that_holds_nothing_is_heard_and_ends_with_the_others():
+    results = ranks(4, empty)
+    assert [held for held, *_ in results] == [9, 0, 9, 0]
+    for _, inside, end, lost, rejected in results:
+        assert inside.isfinite().all()
+        assert torch.equal(end, results[0][2])
+        assert lost == []
+        assert not rejected
+
+
+def gathered(rank: int, spec: str):
+    """A forward without a backward before the step: `fully_shard` keeps what it gathered in the places of the shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(4, 3), mesh=mesh(), reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20):
+        model(torch.ones(2, 4)).sum().backward()
+        with torch.no_grad():
+            before = model(torch.ones(2, 4))
+        optimizer.step()
+        with torch.no_grad():
+            return before - model(torch.ones(2, 4))
+
+
+def test_parameters_that_are_gathered_at_a_step_are_no_strangers_and_not_stale():
+    for moved in ranks(4, gathered, spec="localsgd:replica=node"):
+        torch.testing.assert_close(moved, torch.full((2, 3), 1.0))  # 2 rows of 4 ones and the bias, times the rate
+
+
 def uneven(rank: int, inside: str, spec: str):
     model = build(inside)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -143,6 +143,24 @@ def test_another_stream_than_the_default_one_is_followed(data):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # another stream may choose other kernels
 
 
+@pytest.mark.parametrize("spec", ["daso:period=2,delay=1", "adpsgd"])
+def test_a_model_that_was_away_between_steps_goes_on_and_one_that_stays_away_is_refused(spec, data):
+    model, expected = net(), plain(data, 12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run = loosestep.attach(model, optimizer, spec)
+    train(model, optimizer, run, 6, data)
+    model.cpu()
+    model.cuda()
+    train(model, optimizer, run, 6, data)
+    with run.consensus():
+        assert torch.equal(model[1].running_var, expected[1].running_var)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    model.cpu()
+    with pytest.raises(RuntimeError, match=r"was on cuda:0 when the run was attached and is on cpu now"):
+        run.finish()
+
+
 def test_one_copy_on_the_device_and_none_when_the_run_has_ended():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda()

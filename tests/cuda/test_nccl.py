@@ -157,6 +157,20 @@ def test_lanes_that_stay_on_the_device_fold_and_are_saved(monkeypatch):
     torch.testing.assert_close(learn(14, "daso:period=2,delay=1"), expected, rtol=0, atol=0)
 
 
+def test_what_is_kept_of_an_outer_step_when_the_run_has_ended_is_on_the_host(monkeypatch):
+    monkeypatch.setenv("LOOSESTEP_LANES", "nccl")
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with loosestep.attach(model, optimizer, "diloco:period=2,delay=1") as run:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(2, 64, device="cuda")).square().mean().backward()
+            optimizer.step()
+        assert {flat.device.type for flat in run.state["outer"]["theta"]} == {"cuda"}
+    kept = run.state_dict()["state"]["outer"]
+    assert {flat.device.type for name in ("theta", "momentum") for flat in kept[name]} == {"cpu"}
+
+
 def stay(rank: int, ways: dict[str, str] | None = None, **arguments):
     with near(rank, **ways or {}) as traffic:
         return train(rank, **arguments), traffic

@@ -1,14 +1,20 @@
 """Trainers as users run them, on two nodes of one rank: what they do by default is refused, the examples work."""
 
+import os
 import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
 
 from loosestep import launch
+from loosestep.run import Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORKER = Path(__file__).parent / "trainer_worker.py"
@@ -57,6 +63,73 @@ def test_a_best_model_that_the_end_of_the_run_would_change_is_refused(spec):
     asked = SimpleNamespace(load_best_model_at_end=True, parallel_mode=None)
     with pytest.raises(ValueError, match="load_best_model_at_end=False"):
         LoosestepCallback(spec).on_train_begin(asked, None, None, model=None, optimizer=None)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What a trainer in this process tells the run, in order."""
+    said = []
+    observe, no_sync = Run.observe, Run.no_sync
+    monkeypatch.setattr(Run, "observe", lambda run, loss: (said.append("loss"), observe(run, loss))[1])
+    monkeypatch.setattr(Run, "no_sync", lambda run: (said.append("no sync"), no_sync(run))[1])
+    with patch.dict(os.environ):
+        yield said
+    if dist.is_initialized():  # by Lightning, which leaves it so
+        dist.destroy_process_group()
+
+
+ACCUMULATED = ["no sync", "loss", "loss"]  # a step of two batches
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_tells_losses_and_accumulates_without_averaging(told, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from loosestep.integrations.transformers import attach
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    steps = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 16
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **quiet, **steps), train_dataset=data)
+    callback = attach(trainer, "daso")
+    trainer.train()
+    assert told == ACCUMULATED * 2
+    assert callback.run.stats["steps"] == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_tells_losses_and_accumulates_without_averaging(told, tmp_path):
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed (loosestep[lightning])")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from loosestep.integrations.lightning import LoosestepStrategy
+
+    class Regression(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+
+        def training_step(self, batch, index):
+            loss = self.net(batch[0]).square().mean()
+            return loss if index % 2 else {"loss": loss}
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path}
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=LoosestepStrategy("daso"),
+        max_steps=2,
+        accumulate_grad_batches=2,
+        enable_checkpointing=False,
+        **quiet,
+    )
+    trainer.fit(Regression(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=1))
+    assert told == ACCUMULATED * 2
 
 
 def test_the_fsdp_example_learns():

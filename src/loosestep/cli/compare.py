@@ -38,7 +38,7 @@ from loosestep.training.folder import RunFolder
 from loosestep.training.loop import starting_lr
 from loosestep.training.outcome import Outcome
 from loosestep.training.search import search, split_strategies
-from loosestep.training.watch import make_lab
+from loosestep.training.watch import check_lab
 
 SHORTER = {"gradients/s": "grad/s", "MB/gradient": "MB/grad", "staleness": "stale"}  # a terminal has 80 columns
 SHORT = 4  # a trial of the learning-rate search has this fraction of the budget
@@ -108,7 +108,7 @@ def compare(
         chosen = [str(base.but(strategy=text).strategy) for text in split_strategies(strategies)]
         if len(set(chosen)) < max(1, len(chosen)) or not chosen:
             raise TrainingError(f"--strategies must name different strategies, got {strategies!r}")
-        make_lab(base)  # a run that cannot start here takes no name
+        check_lab(base)  # a run that cannot start here takes no name
         task = prepare(base, console)
         path = runs / (name or f"{asked.short(recipe)}-compare-{time.strftime('%m%d-%H%M%S')}")
         advice = f"the same command with --name {path.name} goes on from there"

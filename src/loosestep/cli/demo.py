@@ -70,7 +70,7 @@ def demo(
 def link(console: Console, bandwidth: str) -> str | None:
     """The rate of the link, if it can be emulated here."""
     try:
-        Lab(NODES, RANKS_PER_NODE, bandwidth=bandwidth)
+        Lab(NODES, RANKS_PER_NODE, bandwidth=bandwidth).close()
     except ValueError as error:
         refuse(error)
     except LabError as error:

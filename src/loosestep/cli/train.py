@@ -24,7 +24,7 @@ from loosestep.cli.running import (
 from loosestep.topology import Launch
 from loosestep.training.config import Config, TrainingError
 from loosestep.training.folder import RunFolder
-from loosestep.training.watch import make_lab
+from loosestep.training.watch import check_lab
 
 
 def train(
@@ -84,7 +84,7 @@ def train(
 
 def train_here(config: Config, path: Path, console: Console) -> None:
     """Start the ranks and watch them."""
-    make_lab(config)  # a run that cannot start here takes no name
+    check_lab(config)  # a run that cannot start here takes no name
     config = settle(config, prepare(config, console))
     folder = new_folder(path, config)
     console.print(

@@ -6,13 +6,14 @@ own module, and loosestep connects them. Validation and checkpoints see the mean
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 
 from loosestep.attach import attach
@@ -50,6 +51,14 @@ class LoosestepStrategy(DDPStrategy):
             self.run = attach(
                 self.model, self.optimizers, self._chosen, topology=self._topology, deadline=self._deadline
             )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The module's own, its loss observed."""
+        output = super().training_step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self.run is not None and loss is not None:
+            self.run.observe(loss)
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -1,15 +1,18 @@
 """Hugging Face's Trainer: `attach(trainer, "daso:period=4")` before `trainer.train()`.
 
 While it trains, `trainer.evaluate` judges the mean of all replicas; else every process would judge a model of its own.
+Losses feed the schedule, and gradients that accumulate are averaged once.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import ParallelMode
 
@@ -62,6 +65,17 @@ class LoosestepCallback(TrainerCallback):
         with self.run.consensus() if self.run is not None and self._training else nullcontext():
             return own(*args, **kwargs)
 
+    def training_step(self, own: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The trainer's own forward and backward, its loss observed."""
+        loss = own(*args, **kwargs)
+        if self.run is not None:
+            self.run.observe(loss)
+        return loss
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Around every batch of a step but the last."""
+        return self.run.no_sync() if self.run is not None else nullcontext()
+
 
 def attach(trainer: Trainer, strategy: Strategy | str = "daso", **options: Any) -> LoosestepCallback:
     """Keep the trainer from wrapping its model in DDP, and connect it by loosestep while it trains."""
@@ -69,5 +83,7 @@ def attach(trainer: Trainer, strategy: Strategy | str = "daso", **options: Any) 
     accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
     callback = LoosestepCallback(strategy, trainer=trainer, **options)
     vars(trainer)["evaluate"] = functools.partial(callback.evaluate, trainer.evaluate)
+    vars(trainer)["training_step"] = functools.partial(callback.training_step, trainer.training_step)
+    accelerator.no_sync = callback.no_sync
     trainer.add_callback(callback)
     return callback

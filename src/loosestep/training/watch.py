@@ -77,6 +77,13 @@ def make_lab(config: Config) -> Lab | None:
         raise TrainingError(f"--bandwidth {config.bandwidth}: {error}") from None
 
 
+def check_lab(config: Config) -> None:
+    """Whether that cluster can be had; nothing of it stays."""
+    lab = make_lab(config)
+    if lab is not None:
+        lab.close()
+
+
 @contextmanager
 def _start(config: Config, command: list[str], output: Output) -> Iterator[Job]:
     lab = make_lab(config)
