@@ -47,13 +47,14 @@ class Spread:
         return statistics.mean(self.known) if self.known else math.nan
 
     def text(self, form: str = ".2f", *, centre: str = "median") -> str:
-        """`3.10 (2.95-3.20)`: the median or mean, the least and the most; and how many failed."""
+        """`3.10 (2.95-3.20)`: the median or mean, the least and the most; one run alone has no spread. And how many failed."""
         if not self.known:
             return "failed"
         middle, least, most = getattr(self, centre), min(self.known), max(self.known)
         lost = len(self.values) - len(self.known)
         failed = f", {lost} of {len(self.values)} failed" if lost else ""
-        return f"{middle:{form}} ({least:{form}}-{most:{form}}){failed}"
+        spread = f" ({least:{form}}-{most:{form}})" if len(self.known) > 1 else ""
+        return f"{middle:{form}}{spread}{failed}"
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> Spread:

@@ -32,7 +32,7 @@ def main() -> None:
         plan = [(number, peer) for number in range(rounds) for peer in peers]
         for number, peer in progress_in_time(plan, lambda item: item[1].name, lambda item: item[0], chosen.seconds):
             window = 1.5 if chosen.quick else 4.0
-            block = Block(peer.name, WORK, window=window, warmup=1.0, seed=number, deadline=25.0)
+            block = Block(peer.name, WORK, window=window, warmup=1.0, seed=number, whole=True, deadline=25.0)
             outcome = cluster.run(block, bandwidth="500mbit")
             found[peer.name].append(figures_of(outcome))
             print(f"      {outcome.bytes_per_gradient / 1e6:.2f} MB per gradient {outcome.failed or ''}", flush=True)
@@ -41,9 +41,9 @@ def main() -> None:
     text += picture(peers, found, chosen)
     text += (
         f"\nMedian (least-most) of {number + 1} round(s). Bytes: what all nodes sent over their cables, per gradient of any rank. CPU: "
-        "milliseconds per gradient above no communication. Memory: what a rank's processes share with nobody, above no communication. "
-        "Preparing: seconds from the plain model to the first step, imports and connections included. Heat's processes are started by mpirun, not "
-        "forked from one that has torch loaded, so its memory contains torch."
+        "milliseconds per gradient above no communication. Memory: what a rank's processes have come to own since the peer's modules were imported, "
+        "above no communication. Preparing: seconds from the plain model to the first step, connections included, imports not (hivemind's and "
+        "Heat's among them: they cannot be imported beforehand)."
     )
     finish("footprint", text, chosen, where=where, measured=peers)
 

@@ -6,8 +6,8 @@ Two nodes of two ranks. Every peer trains for the same time with the same model,
 own: the one with the best mean quality over a run (of a loss: over its second half) at the last bandwidth and the first seed, found by
 climbing from a common one, in shorter runs where whole ones take long. A rank keeps a copy of its model now and then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on the test
 set. So nobody is stopped, and local models count as what they would be saved as. CIFAR-10 and AN4 are read from ../shared/data and
-left out where they are not there. Every run is kept in results/bench/; with `--earlier` those are not made again. One seed unless
-`--rounds` asks for more, and further ones only for those that are not much slower than the fastest.
+left out where they are not there. Every run is kept in results/bench/; with `--earlier` those are not made again. Three seeds unless
+`--rounds` says otherwise; after the first only those that are not much slower than the fastest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from common import Spread, table
 from harness import tasks
 from harness.cluster import QUIET, Block, Cluster
-from harness.script import RAW, finish, keep, lineup, machine, parser, partial, plot, progress, require_root
+from harness.script import finish, keep, lineup, machine, parser, partial, plot, progress, raw, require_root
 from harness.tasks import TITLES
 from peers import FREE, Peer, find
 
@@ -105,6 +105,7 @@ PLANS = {
 }
 STEP = 2.5  # from one learning rate to the next
 FARTHEST = 3  # steps from where the search begins
+SEEDS = 3
 TRIES = 4  # of a run that others disturb
 LEFT_OUT = (
     "accelerate",
@@ -142,15 +143,17 @@ class Trials:
     def __init__(self, name: str, plan: Plan, cluster: Cluster, options: Any) -> None:
         self._name, self._plan, self._cluster = name, plan, cluster
         self._longest = 3.0 if options.quick else math.inf
-        self._file = None if partial(options) else RAW / f"time-to-accuracy-{name}-trials.jsonl"
+        self._file = None if partial(options) else raw(f"time-to-accuracy-{name}-trials")
         self._known: dict[tuple[str, str, float, int, float], list[float]] = {}
         self.stolen: list[float] = []
+        self.earlier = 0
         if self._file is not None and not options.earlier:
             self._file.unlink(missing_ok=True)
         if self._file is not None and self._file.exists():
             for line in map(json.loads, self._file.read_text().splitlines()):
                 self._known[line["bandwidth"], line["peer"], line["lr"], line["seed"], line["lasts"]] = line["curve"]
                 self.stolen.append(line["stolen"])
+        self.earlier = len(self._known)
 
     def curve(self, peer: Peer, bandwidth: str, lr: float, seed: int, lasts: float) -> list[float]:
         """Qualities, one every `Plan.every` seconds; none where the peer failed."""
@@ -202,7 +205,7 @@ def measure(name: str, options: Any) -> None:
     if not options.peers:
         peers = [peer for peer in peers if not any(word in peer.name for word in LEFT_OUT + plan.left_out)]
     bandwidths = options.bandwidth or (BANDWIDTHS[1:] if options.quick else BANDWIDTHS)
-    seeds = options.rounds or 1
+    seeds = options.rounds or (1 if options.quick else SEEDS)
     tasks.build(name, 0)  # decodes into the cache, once instead of on every rank
     curves: Curves = {bandwidth: {} for bandwidth in bandwidths}
     rates: dict[str, float] = {}
@@ -239,6 +242,7 @@ def measure(name: str, options: Any) -> None:
         f"(least-most) of {seeds} seed(s), one for those that with it took more than {MUCH_LATER:g} times as long to {NEAR:.0%} of the target as the fastest. Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, "
         f"for every peer the one with the best mean quality over {f'the last {plan.search * (1 - plan.skipped):g} of ' if plan.skipped else ''}{plan.search:g} s at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
         f"batch {tasks.OPTIONS[name]['batch']} a rank. A run during which others took more than {QUIET:.0%} of this machine was made again, up to {TRIES} times; the quietest counts (they took {statistics.median(trials.stolen):.1%} in the median, {max(trials.stolen):.1%} at most)."
+        + (f" {trials.earlier} of {len(trials.stolen)} runs were made by earlier calls." if trials.earlier else "")
     )
     finish(section, text, options, where=where, measured=peers)
 

@@ -6,6 +6,7 @@ not have, and a rank that hangs still reports.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import threading
@@ -24,7 +25,7 @@ from harness.work import Pace, make_work
 from peers import find, load
 
 Tell = Callable[..., None]
-LOOK = 0.02
+LOOK = 0.01
 """Seconds between two looks of the watching thread while it waits for a last step."""
 
 
@@ -40,14 +41,17 @@ def run(order: dict[str, Any], tell: Tell) -> None:
         pace = Pace(slower=block["slow"].get(str(rank), 1.0), jitter=block["jitter"], seed=1000 * block["seed"] + rank)
         work = make_work(block["work"], pace=pace, seed=block["seed"], rank=rank, world=world)
         model = work.make_model()
-        begun = time.monotonic()
         options = {**find(block["peer"]).options, **block["options"]}
-        trainer = load(block["peer"]).prepare(model, work, **options)
+        prepare = load(block["peer"]).prepare
+        for module in find(block["peer"]).imports:
+            importlib.import_module(module)
+        held, begun = _own_memory(), time.monotonic()
+        trainer = prepare(model, work, **options)
         prepared = time.monotonic() - begun
         start = _meet(store, rank, world)
         watch = Watch(order, start, moments, model, tell)
         tell(block=number, started=start)
-        watch.begin(prepared)
+        watch.begin(prepared, held)
         for loss in work.losses(trainer.model):
             trainer.step(loss)
             pace.next()
@@ -93,9 +97,9 @@ class Watch:
         self.every: float = self.block["snapshots"]
         self.taken: dict[int, torch.Tensor] = {}
 
-    def begin(self, prepared: float) -> None:
+    def begin(self, prepared: float, held: int) -> None:
         """From now on the figures are taken in a thread, which ends with the process."""
-        threading.Thread(target=self._watch, args=(prepared,), name="watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(prepared, held), name="watch", daemon=True).start()
 
     def snapshot(self) -> None:
         """Keep the model now and then: judged afterwards, averaged over the ranks, without stopping anybody.
@@ -107,7 +111,7 @@ class Watch:
             if number not in self.taken:
                 self.taken[number] = flat(self.model)
 
-    def _watch(self, prepared: float) -> None:
+    def _watch(self, prepared: float, held: int) -> None:
         block = self.block
         self._wait(block["warmup"], least=block["warm_steps"])
         before = _counters()
@@ -125,15 +129,16 @@ class Watch:
             steps=len(moments) - first,
             before=before,
             after=after,
-            memory=_own_memory(),
+            memory=_own_memory() - held,
             moments=_round(moments),
         )
 
     def _wait(self, until: float, *, least: int) -> None:
-        """Until this moment, and longer for slow peers that have not made the least number of steps; never for ever."""
+        """Until this moment, and longer for slow peers that have not made the least number of steps, and until a period is
+        over where that is wanted; never for ever."""
         time.sleep(max(0.0, self.start + until - time.monotonic()))
-        limit = self.start + self.block["deadline"]
-        while len(self.moments) < least and time.monotonic() < limit:
+        limit, multiple = self.start + self.block["deadline"], self.block["multiple"]
+        while (len(self.moments) < least or len(self.moments) % multiple) and time.monotonic() < limit:
             time.sleep(LOOK)
 
     def _save(self) -> None:

@@ -50,6 +50,8 @@ class Block:
     """Keep the model every so many seconds; 0: never."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """For the peer's `prepare`, beside those of the line-up."""
+    whole: bool = False
+    """The window holds whole periods of the peer's schedule, for what is counted and not timed."""
     deadline: float = 30.0
     """The window ends here at the latest, whatever the peer has done."""
 
@@ -57,6 +59,7 @@ class Block:
         """What the ranks need to know: warm-up lasts for one exchange at least, the window contains one whole period."""
         period = find(self.peer).period
         steps = {"warm_steps": period + 3, "least_steps": max(self.steps, 2 * period)}
+        steps["multiple"] = period if self.whole else 1
         return {**dataclasses.asdict(self), **steps, "folder": folder}
 
 
@@ -299,15 +302,24 @@ class Cluster:
 
     def _hear(self, rank: Rank, line: str) -> None:
         if line.startswith(MARK):
-            said = json.loads(line.removeprefix(MARK))
+            try:
+                said = json.loads(line.removeprefix(MARK))
+            except ValueError:  # torn by what a peer wrote in between: the block ends without this rank's report
+                print(f"rank {rank.number} said something that cannot be read: {line[:100]}", flush=True)
+                return
             self._said.put((said.get("rank", rank.number), said))  # under mpirun one process speaks for all
 
     def _pipe(self, rank: int) -> Path:
         return Path(self._folder.name) / f"orders-{rank}"
 
     def _tell(self, rank: int, order: Mapping[str, Any]) -> None:
-        with self._pipe(rank).open("w") as pipe:
-            pipe.write(json.dumps(order) + "\n")
+        try:
+            pipe = os.open(self._pipe(rank), os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:  # nobody reads it any more
+            last = "\n".join(self._job.ranks[rank].output[-20:])
+            raise RuntimeError(f"rank {rank} has ended and takes no more blocks; its last lines:\n{last}") from error
+        with os.fdopen(pipe, "w") as orders:
+            orders.write(json.dumps(order) + "\n")
 
     def _tell_all(self, order: Mapping[str, Any]) -> None:
         for rank in range(len(self.nodes)):

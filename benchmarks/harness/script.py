@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
-from common import machine, publish
+from common import here, machine, publish
 from peers import FREE, NOT_MEASURED, Peer, choose
 
 PLOTS = Path(__file__).resolve().parents[1] / "plots"
@@ -109,9 +109,15 @@ def progress_in_time(
 def keep(name: str, lines: Iterable[Mapping[str, object]], options: argparse.Namespace) -> None:
     """The raw figures of a full run, one JSON object a line, for the table of claims."""
     if not partial(options):
-        RAW.mkdir(parents=True, exist_ok=True)
-        with (RAW / f"{name}.jsonl").open("w") as file:
+        file_name = raw(name)
+        file_name.parent.mkdir(parents=True, exist_ok=True)
+        with file_name.open("w") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def raw(name: str) -> Path:
+    """Where the figures of a section are kept, by the size of this machine."""
+    return RAW / f"{here(name, machine())}.jsonl"
 
 
 def partial(options: argparse.Namespace) -> bool:
@@ -123,7 +129,7 @@ def finish(
     name: str, text: str, options: argparse.Namespace, *, where: str, measured: Sequence[Peer], network: bool = True
 ) -> None:
     """Limits, machine and versions below the text; printed, and written unless it was quick or a part only."""
-    others = absent(measured, network=network)
+    name, others = here(name, where), absent(measured, network=network)
     whole = f'<a id="{name}"></a>\n\n{text.strip()}\n\n{others}\n\n{LIMITS}\n\n{where}; {versions()}.'
     publish(name, whole, quick=partial(options))
 
@@ -145,6 +151,7 @@ def plot(name: str, draw: Callable[[object], None], options: argparse.Namespace,
     draw(axes)
     axes.set_title(title)
     PLOTS.mkdir(exist_ok=True)
+    name = here(name, machine())
     figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
     pyplot.close(figure)
     return f"![{title}](plots/{name}.svg)\n"
@@ -169,6 +176,7 @@ __all__ = [
     "partial",
     "plot",
     "progress",
+    "raw",
     "require_root",
     "versions",
 ]

@@ -30,6 +30,8 @@ class Peer:
     """Starts too slowly for the quick benchmarks."""
     rare: bool = False
     """Exchanges too rarely for a timed window: only measured where a whole training is."""
+    imports: tuple[str, ...] = ()
+    """What it imports when it is prepared: neither that time nor that memory is its communication's."""
     launcher: str = "fork"
     """"mpirun": needs processes that MPI started."""
 
@@ -54,6 +56,7 @@ def _ours(strategy: str, period: int = 1, *, rare: bool = False) -> Peer:
 
 FREE = "no communication"
 DDP = "torch DDP"
+TORCHFT = ("torchft", "torchft.coordination", "torchft.local_sgd")
 LINEUP: list[Peer] = [
     Peer(FREE, "nothing"),
     Peer(DDP, "ddp"),
@@ -63,13 +66,13 @@ LINEUP: list[Peer] = [
     Peer("torch PostLocalSGD, period 16", "averagers", {"period": 16}, period=16),
     Peer("torch PostLocalSGD, period 64", "averagers", {"period": 64}, period=64, rare=True),
     Peer("torch hierarchical averager, 4 and 16", "averagers", {"period": 16, "node_period": 4}, period=16),
-    Peer("torchft LocalSGD, period 8", "torchft_peer", {"period": 8}, period=8, needs="torchft-nightly"),
-    Peer("torchft DiLoCo, period 16", "torchft_peer", {"period": 16, "outer": True}, period=16, needs="torchft-nightly"),
-    Peer("torchft DiLoCo, period 16, delay 4", "torchft_peer", {"period": 16, "outer": True, "delay": 4}, period=16, needs="torchft-nightly"),
-    Peer("torchft DiLoCo, period 64", "torchft_peer", {"period": 64, "outer": True}, period=64, needs="torchft-nightly", rare=True),
-    Peer("decent-dp, ring", "decent_peer", {"topology": "ring"}, needs="decent-dp"),
-    Peer("decent-dp, complete", "decent_peer", {"topology": "complete"}, needs="decent-dp"),
-    Peer("accelerate LocalSGD, period 8", "accelerate_peer", {"period": 8}, period=8, needs="accelerate"),
+    Peer("torchft LocalSGD, period 8", "torchft_peer", {"period": 8}, period=8, needs="torchft-nightly", imports=TORCHFT),
+    Peer("torchft DiLoCo, period 16", "torchft_peer", {"period": 16, "outer": True}, period=16, needs="torchft-nightly", imports=TORCHFT),
+    Peer("torchft DiLoCo, period 16, delay 4", "torchft_peer", {"period": 16, "outer": True, "delay": 4}, period=16, needs="torchft-nightly", imports=TORCHFT),
+    Peer("torchft DiLoCo, period 64", "torchft_peer", {"period": 64, "outer": True}, period=64, needs="torchft-nightly", rare=True, imports=TORCHFT),
+    Peer("decent-dp, ring", "decent_peer", {"topology": "ring"}, needs="decent-dp", imports=("decent_dp.ddp", "loguru")),
+    Peer("decent-dp, complete", "decent_peer", {"topology": "complete"}, needs="decent-dp", imports=("decent_dp.ddp", "loguru")),
+    Peer("accelerate LocalSGD, period 8", "accelerate_peer", {"period": 8}, period=8, needs="accelerate", imports=("accelerate", "accelerate.local_sgd")),
     Peer("hivemind, period 8", "hivemind_peer", {"period": 8}, period=8, needs="hivemind", full_only=True),
     Peer("Heat DASO, 4 and 1", "heat_peer", period=4, needs="heat", full_only=True, launcher="mpirun"),
     _ours("allreduce"),
