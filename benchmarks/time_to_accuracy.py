@@ -34,7 +34,7 @@ BANDWIDTHS = ("100mbit", "500mbit")
 SHARE = 0.95
 NEAR = 0.9
 """Of the target: nearly there."""
-MUCH_LATER = 2.0
+MUCH_LATER = 1.3
 """Times the fastest."""
 
 
@@ -217,15 +217,15 @@ def measure(name: str, options: Any) -> None:
                 return plan.value(trials.curve(peer, bandwidths[-1], lr, 0, plan.search))
 
             rates[peer.name] = tasks.RATES[name] if options.quick else climb(value, tasks.RATES[name])
-        near = {peer.name for peer in peers}
+        near = {rate: {peer.name for peer in peers} for rate in bandwidths}
         for seed in progress(range(seeds), lambda seed: f"seed {seed}"):
             for rate in bandwidths:
-                for peer in (peer for peer in peers if peer.name in near):
+                for peer in (peer for peer in peers if peer.name in near[rate]):
                     curve = trials.curve(peer, rate, rates[peer.name], seed, plan.lasts)
                     curves[rate].setdefault(peer.name, []).append(curve)
             targets = {rate: plan.target(found) for rate, found in curves.items()}
-            first = {rate: {peer: found[peer][0] for peer in near} for rate, found in curves.items()}
-            near = set().union(*(plan.near(first[rate], targets[rate]) for rate in bandwidths))
+            for rate, found in curves.items():
+                near[rate] = plan.near({peer: found[peer][0] for peer in near[rate]}, targets[rate])
     lines = (
         {"rate": rate, "peer": peer, "lr": rates[peer], "curves": found, "target": targets[rate]}
         for rate in bandwidths
