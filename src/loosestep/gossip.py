@@ -64,7 +64,6 @@ class GossipEngine:
             self._fold_share = 1.0 if learner.replica.floating else RELAYING
         self._mailbox: Box | None = None
         self._members, self._gone, self._parts, self._ending = self._lane(), set[int](), 1, False
-        self._left_early: set[int] = set()
         self._graph = strategy.graph(len(self._members))
         if self._graph.note() and world.rank == 0:
             log.warning(self._graph.note())
@@ -264,7 +263,7 @@ class GossipEngine:
             "consensus_distance": mailbox.consensus_distance * self._size**0.5,
             "rate": self._pace.current,
             "learners": len(mailbox.alive()) + 1,
-            "lost": sorted(mailbox.dead() | self._left_early),
+            "lost": sorted(mailbox.lost()),
             "communication_cpu_seconds": mailbox.cpu_seconds(),
             "fold_seconds": counters["fold_seconds"],
             "fold_cpu_seconds": counters["fold_cpu_seconds"],
@@ -336,7 +335,6 @@ class GossipEngine:
         if kind == "peer_dead":
             log.warning("rank %s is gone (%s); the others go on without it", fields.get("peer"), fields.get("why"))
         if kind == "peer_left" and not fields["finished"]:
-            self._left_early.add(fields["peer"])
             log.warning(
                 "rank %s has left before the end; the others go on, and its model is not part of their result",
                 fields["peer"],

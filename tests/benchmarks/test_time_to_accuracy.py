@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import time_to_accuracy
 from peers import find
 from time_to_accuracy import STEP, Plan, Trials, climb
 
@@ -84,7 +83,7 @@ def test_runs_of_earlier_calls_are_made_again_only_when_asked(tmp_path: Path, mo
         made.append((bandwidth, lr, lasts))
         return [lr], 0.01
 
-    monkeypatch.setattr(time_to_accuracy, "RAW", tmp_path)
+    monkeypatch.setattr("harness.script.RAW", tmp_path)
     monkeypatch.setattr(Trials, "_train", train)
 
     def curves(*, earlier: bool) -> list[list[float]]:

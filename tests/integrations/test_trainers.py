@@ -72,8 +72,10 @@ def told(monkeypatch):
     observe, no_sync = Run.observe, Run.no_sync
     monkeypatch.setattr(Run, "observe", lambda run, loss: (said.append("loss"), observe(run, loss))[1])
     monkeypatch.setattr(Run, "no_sync", lambda run: (said.append("no sync"), no_sync(run))[1])
+    threads = torch.get_num_threads()
     with patch.dict(os.environ):
         yield said
+    torch.set_num_threads(threads)  # Lightning takes all there are
     if dist.is_initialized():  # by Lightning, which leaves it so
         dist.destroy_process_group()
 

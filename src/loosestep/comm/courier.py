@@ -23,8 +23,8 @@ from loosestep.comm.members import GONE, Members, State
 from loosestep.comm.shadow import Buffer, Shadow
 from loosestep.comm.transport import Transport
 from loosestep.comm.wire import DTYPE_CODES, HEADER_BYTES, Flags, FrameError, Header, Kind, Topic, Wire
+from loosestep.trace.recording import DIED, EARLY, FINISHED, pack, pack_readings
 from loosestep.trace.recording import Kind as Record
-from loosestep.trace.recording import pack, pack_readings
 
 Array = NDArray[Any]
 
@@ -419,7 +419,8 @@ class Courier:
         """A peer is lost: drop its edge, say once what stays in doubt, go on without it."""
         if not self.members.remove(peer, state):
             return
-        self.shadow.note(pack(Record.GONE, peer, state is State.DEAD))
+        finished = bool(self.members.peers[peer].flags & Flags.HOLDS)
+        self.shadow.note(pack(Record.GONE, peer, DIED if state is State.DEAD else FINISHED if finished else EARLY))
         link = self.links[peer]
         doubt = link.edge.drop()
         if link.transfer is not None:
@@ -429,7 +430,7 @@ class Courier:
             "peer_left" if state is State.LEFT else "peer_dead",
             peer=peer,
             why=why,
-            finished=bool(self.members.peers[peer].flags & Flags.HOLDS),
+            finished=finished,
             progress=self.members.peers[peer].progress,
             unanswered=doubt.unanswered,
             unconfirmed=doubt.unconfirmed,

@@ -41,7 +41,7 @@ from loosestep.comm.members import State
 from loosestep.comm.pace import IDLE
 from loosestep.comm.shadow import Fold, Shadow
 from loosestep.comm.transport import Curve, Transport
-from loosestep.comm.wire import HEADER_BYTES, Header, Wire, curve_pair, key_bytes
+from loosestep.comm.wire import HEADER_BYTES, Flags, Header, Wire, curve_pair, key_bytes
 from loosestep.staging import nothing
 from loosestep.trace.recorder import Recorder
 from loosestep.trace.recording import Kind as Record
@@ -217,6 +217,11 @@ class Mailbox:
     def dead(self) -> set[int]:
         """Peers that are gone without a word: killed, evicted or quarantined."""
         return self._courier.members.ranks(State.DEAD)
+
+    def lost(self) -> set[int]:
+        """Peers whose models are not in the result: dead, or left before they held it."""
+        early = {peer for peer in self.left() if not self._courier.members.peers[peer].flags & Flags.HOLDS}
+        return self.dead() | early
 
     def left(self) -> set[int]:
         """Peers that have closed their mailbox in order."""

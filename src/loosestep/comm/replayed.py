@@ -18,7 +18,7 @@ from loosestep.comm.ending import average
 from loosestep.comm.mailbox import spread
 from loosestep.comm.shadow import Fold, Shadow
 from loosestep.trace.player import Player
-from loosestep.trace.recording import Kind, Record
+from loosestep.trace.recording import DIED, FINISHED, Kind, Record
 
 Array = NDArray[Any]
 
@@ -36,7 +36,7 @@ class ReplayedMailbox:
         self._result: Array | None = None
         self._round: Array | None = None
         self._gone: set[int] = set()
-        self._dead: set[int] = set()
+        self._lost: set[int] = set()
         self._folds = self._chunks = 0
         player.play(self._act)
 
@@ -170,10 +170,11 @@ class ReplayedMailbox:
         mine = self._shadow.slice(chunk, self._round)
         self._shadow.move(chunk, weight, mine=mine, theirs=theirs, snapshot=self._shadow.steps)
 
-    def _lose(self, peer: int, died: int) -> None:
+    def _lose(self, peer: int, how: int) -> None:
         self._gone.add(peer)
-        if died:
-            self._dead.add(peer)
+        if how != FINISHED:
+            self._lost.add(peer)
+        if how == DIED:
             self._squares.pop(peer, None)
         self._mine = {pair: value for pair, value in self._mine.items() if pair[0] != peer}
 
@@ -182,8 +183,8 @@ class ReplayedMailbox:
     def alive(self) -> set[int]:
         return set(self.world) - {self.rank} - self._gone
 
-    def dead(self) -> set[int]:
-        return set(self._dead)
+    def lost(self) -> set[int]:
+        return set(self._lost)
 
     @property
     def consensus_distance(self) -> float:

@@ -211,6 +211,9 @@ class VirtualMailbox(Mailbox):
     def dead(self) -> set[int]:
         return self._dead
 
+    def lost(self) -> set[int]:
+        return self._dead
+
     def left(self) -> set[int]:
         return set(self.peers) - self._alive - self._dead
 

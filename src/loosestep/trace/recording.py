@@ -25,6 +25,9 @@ from typing import Any, NamedTuple
 MAGIC = b"loosestep recording\n"
 FORMAT = 1
 BEHIND = 0x80
+FINISHED, DIED, EARLY = range(
+    3
+)  # how a peer went: holding the result, without a word, or of its own accord before that
 _LONG = 255
 
 
@@ -40,7 +43,7 @@ class Kind(IntEnum):
     HOLD = 7  # this rank has the agreed average
     ROUND = 8  # number, (rank, 0)...: the vector a lockstep round starts from, and who reads it
     MIX = 9  # peer, chunk, number, weight: folded in a lockstep round
-    GONE = 10  # peer, whether it died: it is no longer there
+    GONE = 10  # peer, how (FINISHED, ...): it is no longer there
     STEP = 32  # an optimizer step was made
     STEPPED = 33  # global steps: its boundary is complete
     CHECKED = 34  # global steps, digest of the parameters: the same
