@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,25 @@ def test_a_killed_rank_is_seen_by_its_absence(cluster: Cluster) -> None:
     assert list(outcome.reports) == [0]
     assert outcome.kill_moment == pytest.approx(0.5, abs=0.4)
     assert outcome.reports[0]["moments"][-1] > outcome.kill_moment
+
+
+def test_a_window_of_whole_periods_ends_with_one() -> None:
+    assert Block("daso:period=4,delay=1", WORK, whole=True).order("")["multiple"] == 4
+    assert Block("daso:period=4,delay=1", WORK).order("")["multiple"] == 1
+    seen = [0.1] * 6
+    order = {"number": 1, "block": {"snapshots": 0.0, "deadline": 5.0, "multiple": 4}}
+    watch = Watch(order, time.monotonic(), seen, nn.Linear(2, 2), lambda **_: None)
+    threading.Timer(0.05, seen.extend, [[0.2, 0.3]]).start()
+    watch._wait(0.0, least=5)
+    assert len(seen) == 8
+
+
+def test_a_rank_that_has_ended_is_told_with_its_last_words() -> None:
+    with Cluster(1, 1, network=False) as made:
+        made._job.ranks[0].kill()
+        made._job.wait(10.0)
+        with pytest.raises(RuntimeError, match="rank 0 has ended and takes no more blocks"):
+            run(made, FREE)
 
 
 def at_the_switch(cluster: Cluster) -> int:

@@ -5,6 +5,7 @@ import time
 import pytest
 
 import peers
+from harness import script
 from harness.script import absent, progress_in_time
 
 HEAT = next(peer for peer in peers.LINEUP if peer.launcher == "mpirun")
@@ -37,3 +38,11 @@ def test_no_round_is_begun_that_would_end_too_late(
         made.append(item)
         clock[0] += 5.0
     assert made == plan[: 2 * rounds]
+
+
+@pytest.mark.parametrize(("cores", "name"), [(2, "kill.jsonl"), (16, "kill-16-cores.jsonl")])
+def test_figures_of_a_machine_of_another_size_are_kept_apart(
+    cores: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "machine", lambda: f"A processor, {cores} cores, 24 GiB")
+    assert script.raw("kill").name == name
