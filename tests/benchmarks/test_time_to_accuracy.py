@@ -40,7 +40,7 @@ def test_a_target_that_is_never_met_takes_for_ever() -> None:
 
 
 def test_who_is_much_later_than_the_fastest_has_one_seed() -> None:
-    fast, slow = [0.1, 0.75, 0.2, 0.2, 0.2], [0.1, 0.2, 0.3, 0.3, 0.9]
+    fast, slow = [0.1, 0.77, 0.2, 0.2, 0.2], [0.1, 0.2, 0.3, 0.3, 0.9]
     assert PLAN.near({"a": fast, "b": slow, "c": [0.1, 0.7], "d": []}, 0.8) == {"a"}
     assert PLAN.near({"b": slow, "c": [0.1, 0.7], "d": []}, 0.8) == {"b"}
     assert PLAN.near({"c": [0.1, 0.7], "d": []}, 0.8) == set()
