@@ -158,7 +158,8 @@ def empty(rank: int):
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(8, 1), mesh=mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=GRID, deadline=5) as run:
+    # a slow name server may take five seconds
+    with loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=GRID, deadline=20) as run:
         for step in range(10):
             optimizer.zero_grad()
             model(torch.full((1, 8), float(rank + step))).sum().backward()
