@@ -15,7 +15,7 @@ import torch
 
 from loosestep.comm.base import CommError, LostPeer, Vector
 from loosestep.comm.collective import Collective
-from loosestep.comm.courier import Pending
+from loosestep.comm.link import Pending
 from loosestep.comm.mailbox import Mailbox
 from loosestep.comm.pace import FOLDING, RELAYING, Pace
 from loosestep.comm.replayed import ReplayedMailbox

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.distributed import FileStore, TCPStore
 
-from loosestep.comm.courier import Timing
+from loosestep.comm.link import Timing
 from loosestep.comm.mailbox import Mailbox
 from loosestep.comm.wire import Kind
 from loosestep.graphs import Gossip

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed import HashStore
 
-from loosestep.comm.courier import Timing
+from loosestep.comm.link import Timing
 from loosestep.comm.mailbox import Mailbox
 
 KEY = "0123456789abcdef" * 2

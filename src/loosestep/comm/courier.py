@@ -6,11 +6,9 @@ for the shadow's lock, which is held for one chunk at a time. It never touches t
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 from loosestep.comm.edge import Edge, Message, NotFiniteError
 from loosestep.comm.ending import Ending, average
 from loosestep.comm.fetch import Answers, Fetch
+from loosestep.comm.link import Link, Pending, Timing, Transfer
 from loosestep.comm.members import GONE, Members, State
 from loosestep.comm.shadow import Buffer, Shadow
 from loosestep.comm.transport import Transport
@@ -30,59 +29,6 @@ Array = NDArray[Any]
 
 KEPT_ROUNDS = 4  # how far a neighbour may be behind in lockstep and still read the round it is in
 _WITH_VALUE = (Kind.REQUEST, Kind.REPLY, Kind.VALUE)
-
-
-class Pending:
-    """An exchange in flight. `outcome` is "exchanged", or "dropped" when the peer went, or "skipped" when it was not there."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.outcome = ""
-
-    def done(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._event.wait(timeout)
-
-    def finish(self, outcome: str) -> None:
-        if not self._event.is_set():
-            self.outcome = outcome
-            self._event.set()
-
-
-@dataclass(slots=True)
-class Timing:
-    """Seconds: between beats; of silence that suspends; before asking again; without a step that counts as stalled."""
-
-    beat: float = 0.25
-    suspend: float = 1.0
-    retry: float = 1.0
-    stall: float = 30.0
-    deadline: float = 60.0
-
-
-@dataclass(slots=True)
-class Transfer:
-    """One exchange of the whole vector with one peer: chunks not begun yet, and those under way."""
-
-    pending: Pending
-    weight: float
-    waiting: list[int]
-    flying: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class Link:
-    """The edge to one peer and its timers."""
-
-    edge: Edge
-    transfer: Transfer | None = None
-    sent: float = 0.0
-    moved: float = 0.0  # when it last made progress or was sent again
-    patience: float = 1.0  # grows while nothing is answered
-    pinged: float = 0.0  # when it was last asked for its una
-    told: float = 0.0  # when it was last told that it is evicted
 
 
 class Courier:

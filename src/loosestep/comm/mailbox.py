@@ -35,8 +35,9 @@ import torch
 from numpy.typing import NDArray
 
 from loosestep.comm.address import bind_host, is_loopback, port_range
-from loosestep.comm.courier import Courier, Pending, Timing
+from loosestep.comm.courier import Courier
 from loosestep.comm.directory import Directory, Store
+from loosestep.comm.link import Pending, Timing
 from loosestep.comm.members import State
 from loosestep.comm.pace import IDLE
 from loosestep.comm.shadow import Fold, Shadow

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loosestep.comm.courier import Pending
 from loosestep.comm.ending import average
+from loosestep.comm.link import Pending
 from loosestep.comm.mailbox import spread
 from loosestep.comm.shadow import Fold, Shadow
 from loosestep.trace.player import Player

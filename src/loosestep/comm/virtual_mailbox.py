@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loosestep.comm.courier import KEPT_ROUNDS, Pending, Transfer
+from loosestep.comm.courier import KEPT_ROUNDS
 from loosestep.comm.edge import Edge, Message, NotFiniteError
 from loosestep.comm.ending import average
+from loosestep.comm.link import Pending, Transfer
 from loosestep.comm.mailbox import Mailbox, in_flight, spread
 from loosestep.comm.shadow import Fold, Shadow
 from loosestep.comm.wire import HEADER_BYTES, Kind
