@@ -68,6 +68,19 @@ class Channels:
         everything = (self.near_node, self.near_lane, self.world, self.node, self.lane)
         self._distinct = {id(c): c for c in everything if c is not None}.values()
         self._reported = (0, 0)
+        order = [mate for node in nodes.nodes for mate in node]
+        self._places = [order.index(mate) for mate in range(nodes.world)]  # of every rank among the rows of all nodes
+        self._even = len(nodes.nodes) == 1 or set(nodes.weights) == {lanes}
+
+    def tell(self, *numbers: float) -> torch.Tensor:
+        """Everybody's few numbers, row r from rank r. A node's rows meet in its memory and then travel along each lane: fewer
+        hops than a ring of all ranks, which is left for nodes of unequal size."""
+        if not self._even:
+            return self.world.gather(torch.tensor(numbers, dtype=torch.float64))
+        rows = torch.tensor(self.node.tell(*numbers), dtype=torch.float64)
+        if self.node is self.world:
+            return rows
+        return _have(self.lane).gather(rows).flatten(0, 1)[self._places]
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent since the last call: in all, and to other nodes."""
@@ -165,8 +178,7 @@ class Collective:
 
     def census(self, *numbers: float) -> list[list[float]]:
         """Everybody's numbers, in rank order, every rank being here already."""
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        rows: list[list[float]] = self._exchanges.run(lambda: self._x.world.gather(mine)).tolist()
+        rows: list[list[float]] = self._exchanges.run(lambda: self._x.tell(*numbers)).tolist()
         return rows
 
     def _exchange(self, offer: Offer) -> Landed:
@@ -203,7 +215,7 @@ class Collective:
             row[LOSS], row[COUNT] = float(offer.losses[0]), offer.losses[1]
             row[FINITE], row[CHECKSUM] = finite, checksum if math.isfinite(checksum) else 0.0
             row[LANE], row[WIRE] = -1 if offer.lane is None else offer.lane, WIRES.index(offer.wire)
-        rows = self._x.world.gather(torch.tensor(row, dtype=torch.float64))
+        rows = self._x.tell(*row)
         ahead = rows[:, SEQUENCE] != self._sequence
         if ahead.any():
             raise CommError(f"rounds are out of step: {rows[:, SEQUENCE].tolist()}; please report this")
@@ -219,7 +231,7 @@ class Collective:
             )
         with self._x.world.watched() if offer.near else nullcontext():
             spread = sum(self._average_tensor(number, tensor, offer) for number, tensor in enumerate(offer.vector))
-        total = add_up(self._x.world.gather(torch.tensor([spread], dtype=torch.float64)))
+        total = add_up(self._x.tell(spread))
         buffers = self._average_buffers(offer.buffers)
         self._report(self._x)
         return Landed(
@@ -381,7 +393,8 @@ class Collective:
 
     def _stand(self, channel: Channel, mine: Standing) -> list[Standing]:
         """What every rank of the channel is at."""
-        return [Standing(*numbers) for numbers in channel.tell(*mine)]
+        told = self._channels.tell(*mine).tolist() if channel is self._channels.world else channel.tell(*mine)
+        return [Standing(*numbers) for numbers in told]
 
     def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
         node, lane, lanes = self._channels.node, self._channels.lane, self._channels.lanes
