@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from torch import nn
 
 from harness.work import Pace, make_work
 from peers import find, load
+
+with suppress(ImportError):
+    import pyroute2  # noqa: F401  # counts bytes; imported later, a peer would pay for it
 
 Tell = Callable[..., None]
 LOOK = 0.01
@@ -117,8 +121,8 @@ class Watch:
         before = _counters()
         begin, first = time.monotonic() - self.start, len(self.moments)
         self._wait(begin + block["window"], least=first + block["least_steps"])
-        after, end = _counters(), time.monotonic() - self.start
-        moments = list(self.moments)
+        end, moments = time.monotonic() - self.start, list(self.moments)
+        after = _counters()
         if self.every:
             self._save()
         self.tell(
@@ -161,8 +165,9 @@ def _round(moments: list[float]) -> list[float]:
 
 def _counters() -> dict[str, float]:
     """CPU seconds of this process and of those it started, bytes this node has sent."""
+    sent = sent_by_node()
     spent = [process.cpu_times() for process in _processes()]
-    return {"cpu": sum(times.user + times.system for times in spent), "sent": sent_by_node()}
+    return {"cpu": sum(times.user + times.system for times in spent), "sent": sent}
 
 
 def _processes() -> list[psutil.Process]:
@@ -172,12 +177,12 @@ def _processes() -> list[psutil.Process]:
 
 
 def sent_by_node() -> int:
-    """Bytes that left this node over its cable, from the counters of the namespace this process is in; 0 without one."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, found, figures = line.partition(":")
-        if found and name.strip() == "eth0":
-            return int(figures.split()[8])
-    return 0
+    """Bytes that left this node over its cable, in the network that this process is in; 0 without one."""
+    if "eth0:" not in Path("/proc/self/net/dev").read_text():
+        return 0
+    from loosestep.lab.network import sent_through  # late: an optional dependency
+
+    return sent_through("eth0")
 
 
 def _own_memory() -> int:

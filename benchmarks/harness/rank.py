@@ -41,8 +41,8 @@ def main() -> None:
         raise RuntimeError(
             f"an import started a thread ({threading.enumerate()}): this process can no longer fork safely"
         )
-    tell(ready=True)
     pipe = os.open(os.environ["LOOSESTEP_ORDERS"], os.O_RDWR)  # also for writing: then it never ends
+    tell(ready=True)
     child: int | None = None
     handle = number = -1
     orders = _orders(pipe)

@@ -134,14 +134,15 @@ class Rank:
             self._changed.wait_for(lambda: found() is not None or self.returncode is not None, timeout)
             line = found()
             if line is None:
-                fate = f"still runs after {timeout:g} s" if self.returncode is None else describe(self.returncode)
+                fate = f"still runs after {timeout:g} s" if self.returncode is None else "has ended"
                 raise TimeoutError(f"{self.story()} never said {text!r}: {fate}")
             return line
 
     def story(self) -> str:
-        """Who it is and what it said last."""
+        """Who it is, how it ended if it did, and what it said last."""
+        fate = "" if self.returncode is None else f", which ended with {describe(self.returncode)}"
         tail = "".join(f"\n  {line}" for line in list(self._lines)[-20:])
-        return f"rank {self.number} [{self.place.label}], whose last lines are:{tail or ' (none)'}\n"
+        return f"rank {self.number} [{self.place.label}]{fate}, whose last lines are:{tail or ' (none)'}\n"
 
     def _take(self, data: bytes) -> list[str]:
         """Whole lines out of what was read; the rest stays for the next read."""

@@ -55,6 +55,12 @@ def test_a_run_ends_with_the_tables_of_links_and_ranks() -> None:
         (["--stop", "3@5s"], "expected RANK@TIME:DURATION, for example 2@10s:5s"),
         (["--partition", "0:1"], "expected NODES/NODES@TIME:DURATION, for example 0,1/2,3@15s:10s"),
         (["--slow", "1"], "expected RANK:FACTORx"),
+        (["--slow", "0:2x", "--slow", "0:5x"], "this rank has two factors, 2x and 5x"),
+        (
+            ["--link", "0-1=1gbit", "--bandwidth", "10mbit"],
+            "1000 Mbit/s is more than the 10 Mbit/s of each node's cable",
+        ),
+        (["--bandwidth", "[/bold]"], "--bandwidth '[/bold]': expected a rate"),
         (["--link", "1=5"], "expected NODE-NODE=RATE"),
         (["--loss", "half"], "expected a share"),
         (["--flip", "half"], "--flip 'half': expected a share of the packets such as 1%"),

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from loosestep.lab import Lab
+from loosestep.launch import Job
 
 MEETS = """
 import os, signal, socket, sys
@@ -41,3 +42,29 @@ def test_nobody_is_missed_where_all_are_there_or_nobody_uses_the_rendezvous(come
         for rank in job.ranks:
             rank.expect("here" if come else "asleep")
         lab.wait_for_start(0.1)
+
+
+def ended(job: Job, number: int) -> None:
+    rank = job.ranks[number]
+    with rank._changed:
+        assert rank._changed.wait_for(lambda: rank.returncode is not None, timeout=30)
+
+
+def test_whoever_ended_before_the_rendezvous_is_named_while_others_wait_there() -> None:
+    with Lab(2, network=False) as lab:
+        job = lab.start([sys.executable, "-c", MEETS, "0"])
+        job.ranks[0].expect("here")
+        job.ranks[1].expect("asleep")
+        job.ranks[1].kill()
+        ended(job, 1)
+        with pytest.raises(TimeoutError, match=r"rank 1 \[n1 r1\], which ended with SIGKILL, whose last lines"):
+            lab.wait_for_start(0.1)
+
+
+@pytest.mark.parametrize("how", ["true", "false"])
+def test_a_rank_that_ended_is_no_proof_that_others_wait(how: str) -> None:
+    with Lab(2, network=False) as lab:
+        job = lab.start(["sh", "-c", f"test $RANK = 0 && exec sleep 60; echo gone; {how}"])
+        ended(job, 1)
+        lab.wait_for_start(0.1)
+        assert job.ranks[0].returncode is None

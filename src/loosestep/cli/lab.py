@@ -39,7 +39,8 @@ def lab(
     module: IsModule = False,
     timeout: Timeout = None,
     start_timeout: Annotated[
-        float, typer.Option(help="End everything if after so many seconds only some ranks are at the rendezvous.")
+        float,
+        typer.Option(min=0, help="End everything if after so many seconds only some ranks are at the rendezvous."),
     ] = 600.0,
 ) -> None:
     """Run SCRIPT on an emulated cluster: nodes with links of limited rate, slow ranks, faults.
@@ -64,7 +65,7 @@ def lab(
                 delay=delay,
                 loss=loss,
                 flip=flip,
-                slow=dict(map(grammar.slow, slow or [])),
+                slow=grammar.slow_ranks(slow or []),
                 faults=faults,
                 network=network,
                 launcher=launcher,

@@ -11,13 +11,14 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from loosestep.launch import Job, Rank, Result, command_for, describe, start
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
 Script = Annotated[list[str], typer.Argument(metavar="SCRIPT", help="A .py file or an executable, and its arguments.")]
 IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a Python module.")]
-Timeout = Annotated[float | None, typer.Option(help="End everything after so many seconds (exit code 124).")]
+Timeout = Annotated[float | None, typer.Option(min=0, help="End everything after so many seconds (exit code 124).")]
 
 
 def launch(
@@ -43,7 +44,7 @@ def launch(
 
 def refuse(error: object) -> NoReturn:
     """One line to the user, exit code 2."""
-    Console(stderr=True, highlight=False).print(f"[bold red]loosestep:[/] {error}", soft_wrap=True)
+    Console(stderr=True, highlight=False).print(f"[bold red]loosestep:[/] {escape(str(error))}", soft_wrap=True)
     raise typer.Exit(2)
 
 

@@ -42,9 +42,9 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (TrainingError, RecipeError, CheckpointError) as error:
-        refuse(escape(str(error)))
+        refuse(error)
     except OSError as error:
-        refuse(escape(f"{error.filename or 'a file'}: {error.strerror or error}"))
+        refuse(f"{error.filename or 'a file'}: {error.strerror or error}")
 
 
 def given_ranks() -> Launch | None:

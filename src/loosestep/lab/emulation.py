@@ -31,7 +31,7 @@ from loosestep.launch import Job, Output, Place, Result
 
 SLOW = "LOOSESTEP_SLOW"
 LAUNCHERS = ("loosestep", "torchrun")
-LOOK = 0.5
+LOOK = 0.25
 """Seconds between two looks at who has come to the rendezvous."""
 
 
@@ -87,7 +87,7 @@ class Lab:
         self._attendants: list[Schedule | Slowdown] = []
         self._meeting_port: int | None = None
         self._mark = new_mark()
-        self._check(pairs)
+        self._check(pairs, rate)
         self.network: Network | None = None
         if network:
             wired = wire or any(self._effects.values())
@@ -148,25 +148,27 @@ class Lab:
                 self.network = None
 
     def wait_for_start(self, timeout: float) -> None:
-        """Until all ranks have met at the rendezvous, or ended. TimeoutError with the last lines of those that have not.
+        """Until all ranks have met at the rendezvous. TimeoutError with the last lines of those that have not, be it that
+        they ended before.
 
         A job of which no rank goes there within the time is one without torch.distributed, and left alone; so is one
         under torchrun, which has a deadline of its own.
         """
         if self.job is None or self._meeting_port is None:
             return
-        missing = {rank.number: rank for rank in self.job.ranks}
+        missing, met = {rank.number: rank for rank in self.job.ranks}, 0
         until = time.monotonic() + timeout
         while True:
             for rank in list(missing.values()):
-                if rank.returncode is not None or has_met(rank.pid, self._meeting_port):
+                if rank.returncode == 0 or (rank.returncode is None and has_met(rank.pid, self._meeting_port)):
+                    met += rank.returncode is None
                     del missing[rank.number]
             left = until - time.monotonic()
             if not missing or self.job.ended(max(0.0, min(left, LOOK))):
                 return
             if left <= 0:
                 break
-        if len(missing) < len(self.job.ranks):
+        if met:
             stories = "".join(rank.story() for rank in missing.values())
             raise TimeoutError(f"not at the rendezvous after {timeout:g} s, where others wait:\n{stories}")
 
@@ -271,15 +273,19 @@ class Lab:
             extra[SLOW] = f"{factor:g}"
         return Place(place.label, place.command, {**place.env, **extra, **env}, place.node, namespace, hosts)
 
-    def _check(self, pairs: Mapping[tuple[int, int], int]) -> None:
+    def _check(self, pairs: Mapping[tuple[int, int], int], cable: int | None) -> None:
         """Every fault and limit names ranks and nodes that exist."""
         nodes, ranks = len(self.counts), sum(self.counts)
-        for a, b in pairs:
+        for (a, b), rate in pairs.items():
             for node in (a, b):
                 if not 0 <= node < nodes:
                     raise ValueError(f"link {a}-{b}: there is no node {node}; the nodes are 0 to {nodes - 1}")
             if a == b:
                 raise ValueError(f"link {a}-{b}: expected two different nodes")
+            if cable is not None and rate > cable:
+                raise ValueError(
+                    f"link {a}-{b}: {rate / 1e6:g} Mbit/s is more than the {cable / 1e6:g} Mbit/s of each node's cable, which it goes through"
+                )
         for fault in self.faults:
             if isinstance(fault, Partition):
                 grammar.complete(fault.groups, nodes)

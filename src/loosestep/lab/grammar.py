@@ -98,6 +98,18 @@ def slow(text: str) -> tuple[int, float]:
     return int(match[1]), float(match[2])
 
 
+def slow_ranks(texts: list[str]) -> dict[int, float]:
+    """By rank, each named once."""
+    found: dict[int, float] = {}
+    for rank, factor in map(slow, texts):
+        if rank in found:
+            raise ValueError(
+                f"--slow {rank}: this rank has two factors, {found[rank]:g}x and {factor:g}x; name it once"
+            )
+        found[rank] = factor
+    return found
+
+
 def kill(text: str) -> Kill:
     """`3@20s`: rank 3, 20 seconds after the start."""
     match = re.fullmatch(r"(\d+)@([^:]+)", text.strip())

@@ -49,6 +49,7 @@ class Network:
         if not 1 <= nodes <= MOST_NODES:
             raise ValueError(f"a lab has 1 to {MOST_NODES} nodes, got {nodes}")
         self._rates = [rate] * nodes
+        self._earlier = [(0, 0)] * nodes  # what counters that began anew had counted
         self._pairs = dict(pairs)
         self._drops: Counter[tuple[int, int]] = Counter()
         self._drops_lock = threading.Lock()
@@ -105,9 +106,12 @@ class Network:
 
     def limit(self, node: int, rate: int | None) -> None:
         """Change the rate of a node's cable, both ways."""
+        before = self._counted(node)
         self._rates[node] = rate
         _inside(self._nodes[node], _reshape, INTERFACE, rate, self._pair_rates(node))
         _inside(self._switch, _reshape, f"p{node}", rate, {})
+        sent, received = self._counted(node)
+        self._earlier[node] = before[0] - sent, before[1] - received
 
     def drop(self, source: int, target: int) -> None:
         """From now on nothing that `source` sends reaches `target`; the other direction is not touched.
@@ -133,7 +137,12 @@ class Network:
 
     def bytes(self) -> list[tuple[int, int]]:
         """(sent, received) over each node's cable since the lab began."""
-        return [_inside(node, _counters) for node in self._nodes]
+        return [self._counted(node) for node in range(len(self))]
+
+    def _counted(self, node: int) -> tuple[int, int]:
+        sent = _inside(self._nodes[node], sent_through, INTERFACE)
+        received = _inside(self._switch, sent_through, f"p{node}")
+        return self._earlier[node][0] + sent, self._earlier[node][1] + received
 
     def pairs(self) -> dict[tuple[int, int], tuple[int, int, int]]:
         """Of the pairs with a limit of their own: (rate, bytes there, bytes back) since the last change of the limits."""
@@ -238,10 +247,15 @@ def _queue(rate: int) -> int:
     return max(1 << 18, rate // 8 // 20)
 
 
-def _counters() -> tuple[int, int]:
+def sent_through(interface: str) -> int:
+    """Bytes that left through an interface of this network. Its token bucket counts the headers of every packet; the
+    interface's own counter, for where there is no limit, counts one for many packets that the kernel hands on together."""
     with _netlink() as netlink:
-        stats = netlink.get_links(ifname=INTERFACE)[0].get_attr("IFLA_STATS64")
-        return int(stats["tx_bytes"]), int(stats["rx_bytes"])
+        link = netlink.get_links(ifname=interface)[0]
+        for qdisc in netlink.get_qdiscs(index=link["index"]):
+            if qdisc.get_attr("TCA_KIND") == "tbf":
+                return int(qdisc.get_attr("TCA_STATS")["bytes"])
+        return int(link.get_attr("IFLA_STATS64")["tx_bytes"])
 
 
 def _class_counters() -> list[int]:
