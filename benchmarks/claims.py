@@ -2,7 +2,7 @@
 
     python benchmarks/claims.py
 
-Reads results/bench/, which the benchmarks leave; a claim without raw figures keeps its row.
+Reads what the benchmarks leave in results/bench/ on a machine of this size; a claim without raw figures keeps its row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import Spread, ratios, write_section
+from common import Spread, here, machine, ratios, write_section
 from harness.script import RAW
 from peers import FREE, find
 from time_to_accuracy import PLANS, TITLES
@@ -70,7 +70,7 @@ def accuracy(task: str) -> Callable[[Lines], str]:
         for rate in sorted({line["rate"] for line in lines}):
             reached = {
                 line["peer"]: Spread(
-                    tuple(PLANS[task].reached(curve, line["target"]) for curve in line["curves"])
+                    tuple(PLANS[task].reached(curve, line["target"]) if curve else math.nan for curve in line["curves"])
                 ).median
                 for line in lines
                 if line["rate"] == rate
@@ -121,13 +121,13 @@ def scaling(lines: Lines) -> str:
 
 CLAIMS: list[tuple[str, str, Callable[[Lines], str]]] = [
     ("Slow links cost little: two nodes of two ranks, 500 Mbit/s, 4 MB", "throughput-main", throughput),
-    ("The same at 50 Mbit/s, one round", "throughput-bandwidth", beside("50 Mbit/s")),
-    ("The same on four nodes of two ranks, one round", "throughput-nodes", beside("4 nodes of 2 ranks")),
+    ("The same at 50 Mbit/s", "throughput-bandwidth", beside("50 Mbit/s")),
+    ("The same on four nodes of two ranks", "throughput-nodes", beside("4 nodes of 2 ranks")),
     *((f"Time to accuracy, {TITLES[task]}", f"time-to-accuracy-{task}", accuracy(task)) for task in PLANS),
     ("One rank of four is ten times slower", "stragglers", stragglers),
     ("One rank of four is killed", "kill", kill),
     ("Traffic: two nodes of two ranks, 4 MB", "footprint", footprint),
-    ("Many ranks, 500 Mbit/s, 1 MB, 16 cores, earlier, without decent-dp", "scaling-16-cores", scaling),
+    ("Many ranks, 500 Mbit/s, 1 MB", "scaling", scaling),
 ]
 
 
@@ -137,22 +137,30 @@ def measured_before(readme: str) -> dict[str, str]:
     return {name: sentence for sentence, name in rows}
 
 
-def rows_of(readme: str, raw: Path) -> list[list[str]]:
+def rounds(lines: Lines) -> str:
+    """How often it was measured, at the most."""
+    most = max(len(found) for line in lines for found in line.values() if isinstance(found, list))
+    unit = "seed" if "curves" in lines[0] else "round"
+    return f"one {unit}" if most == 1 else f"{most} {unit}s"
+
+
+def rows_of(readme: str, raw: Path, where: str) -> list[list[str]]:
     """One row a claim, from its raw figures; where there are none, what was measured before stands."""
     before = measured_before(readme)
     rows = []
     for what, name, sentence in CLAIMS:
-        file = raw / f"{name}.jsonl"
+        section = here(name, where)
+        file = raw / f"{section}.jsonl"
         if file.exists():
-            measured = sentence([json.loads(line) for line in file.read_text().splitlines()])
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            rows.append([f"{what} ({rounds(lines)})", sentence(lines), f"[table](benchmarks/RESULTS.md#{section})"])
         else:
-            measured = before.get(name, "not measured yet")
-        rows.append([what, measured, f"[table](benchmarks/RESULTS.md#{name})"])
+            rows.append([what, before.get(name, "not measured yet"), f"[table](benchmarks/RESULTS.md#{name})"])
     return rows
 
 
 def main() -> None:
-    rows = rows_of(README.read_text(), RAW)
+    rows = rows_of(README.read_text(), RAW, machine())
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in (["", "measured", ""], ["---"] * 3, *rows))
     print(text)
     write_section("claims", text, path=README)

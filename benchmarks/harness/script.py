@@ -60,7 +60,7 @@ def absent(measured: Sequence[Peer], *, network: bool) -> str:
     reasons = dict(NOT_MEASURED)
     for peer in choose(full=True, rare=True):
         if peer not in measured and not peer.ours and peer.name != FREE:
-            if peer.rare:
+            if peer.rare and not any(one.rare for one in measured):
                 reasons[peer.name] = "exchanges too rarely to be timed here"
                 continue
             alone = peer.launcher == "mpirun" and not network

@@ -70,6 +70,7 @@ LINEUP: list[Peer] = [
     Peer("torchft DiLoCo, period 16", "torchft_peer", {"period": 16, "outer": True}, period=16, needs="torchft-nightly", imports=TORCHFT),
     Peer("torchft DiLoCo, period 16, delay 4", "torchft_peer", {"period": 16, "outer": True, "delay": 4}, period=16, needs="torchft-nightly", imports=TORCHFT),
     Peer("torchft DiLoCo, period 64", "torchft_peer", {"period": 64, "outer": True}, period=64, needs="torchft-nightly", rare=True, imports=TORCHFT),
+    Peer("torchft DiLoCo, period 64, delay 16", "torchft_peer", {"period": 64, "outer": True, "delay": 16}, period=64, needs="torchft-nightly", rare=True, imports=TORCHFT),
     Peer("decent-dp, ring", "decent_peer", {"topology": "ring"}, needs="decent-dp", imports=("decent_dp.ddp", "loguru")),
     Peer("decent-dp, complete", "decent_peer", {"topology": "complete"}, needs="decent-dp", imports=("decent_dp.ddp", "loguru")),
     Peer("accelerate LocalSGD, period 8", "accelerate_peer", {"period": 8}, period=8, needs="accelerate", imports=("accelerate", "accelerate.local_sgd")),

@@ -15,15 +15,15 @@ README = """
 """
 
 
-def measured(raw: Path) -> dict[str, str]:
-    return {name: row[1] for (_, name, _), row in zip(CLAIMS, rows_of(README, raw), strict=True)}
+def measured(raw: Path, where: str = "a processor, 2 cores, 24 GiB") -> dict[str, str]:
+    return {name: row[1] for (_, name, _), row in zip(CLAIMS, rows_of(README, raw, where), strict=True)}
 
 
 def test_a_claim_without_raw_figures_keeps_its_row(tmp_path: Path) -> None:
     found = measured(tmp_path)
     assert found["kill"] == "everybody goes on: a (0.1 s); b"
     assert found["throughput-main"] == "fast"
-    assert found["scaling-16-cores"] == "not measured yet"
+    assert found["scaling"] == "not measured yet"
 
 
 def test_raw_figures_replace_what_was_there(tmp_path: Path) -> None:
@@ -35,6 +35,19 @@ def test_raw_figures_replace_what_was_there(tmp_path: Path) -> None:
     found = measured(tmp_path)
     assert found["kill"] == "survivors go on (longest gap): adpsgd:topology=ring (0.50 s); peers: none"
     assert found["throughput-main"] == "fast"
+    assert measured(tmp_path, "a processor, 16 cores, 24 GiB")["kill"] == "everybody goes on: a (0.1 s); b"
+    row = rows_of(README, tmp_path, "a processor, 2 cores, 24 GiB")[[name for _, name, _ in CLAIMS].index("kill")]
+    assert row[::2] == ["One rank of four is killed (2 rounds)", "[table](benchmarks/RESULTS.md#kill)"]
+
+
+def test_a_machine_of_another_size_has_figures_and_sections_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "kill-16-cores.jsonl").write_text('{"peer": "torch DDP", "results": [[0, 0.0, "end"]]}\n')
+    row = rows_of(README, tmp_path, "a processor, 16 cores, 24 GiB")[[name for _, name, _ in CLAIMS].index("kill")]
+    assert row == [
+        "One rank of four is killed (one round)",
+        "survivors go on (longest gap): none; peers: none",
+        "[table](benchmarks/RESULTS.md#kill-16-cores)",
+    ]
 
 
 def test_a_round_that_failed_does_not_decide_a_claim(tmp_path: Path) -> None:
