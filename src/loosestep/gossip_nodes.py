@@ -93,6 +93,13 @@ class NodeGossipEngine(GossipEngine):
             self._extra[: packed.numel()] = packed
         return [*self._common.snapshot(), self._extra]
 
+    def _shared_vector(self) -> Vector:
+        """The same with the mean of the statistics of this node's ranks, which see different data."""
+        vector, size = self._vector(), sum(buffer.numel() for buffer in self._learner.replica.floating)
+        if size and self._mates > 1:
+            self._comm.average(Offer(vector=[], buffers=self._extra[:size], form="mean"))
+        return vector
+
     def _pieces(self, vector: Vector) -> Vector:
         """What this rank gossips about: its shards, where they are, and its pieces of the vector. Shards alone are on one
         device, and cross their boundary without making it wait; where all of them are empty it still has to be heard."""
@@ -148,7 +155,7 @@ class NodeGossipEngine(GossipEngine):
         super().mix(round_number)
 
     def _land(self, way: Way) -> None:
-        vector, floors = self._vector(), self._floors()
+        vector, floors = self._shared_vector(), self._floors()
         if not self._splits:
             self._cross(self._pieces(vector), way)
             return
@@ -206,7 +213,7 @@ class NodeGossipEngine(GossipEngine):
         self._learner.replica.staging.leave()
         self._comm.meet(Kind.FINISH)
         self._take_the_newest()
-        vector = self._vector()
+        vector = self._shared_vector()
         if self._mailbox is not None:
             self._require_sound(self._pieces(vector))
             self._mailbox.finish(self._pieces(vector))

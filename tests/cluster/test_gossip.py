@@ -195,6 +195,16 @@ def test_the_means_of_a_batch_norm_may_be_negative(world):
     assert (results[0][0][0] < -1).all()
 
 
+@pytest.mark.parametrize("topology", [[[0, 1]], [[0, 1], [2, 3]]], ids=str)
+def test_the_statistics_of_a_node_are_the_mean_of_its_ranks(topology):
+    world = sum(map(len, topology))
+    results = ranks(world, statistics, spec="adpsgd:replica=node,lockstep=true", topology=topology)
+    for kind in (0, 1):
+        expected = torch.stack([alone[kind] for _, alone in results]).mean(0)
+        for ended, _ in results:
+            torch.testing.assert_close(ended[kind], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_world_of_one_works():
     result = ranks(1, train, spec="adpsgd", topology=[[0]])[0]
     assert result["stats"]["steps"] == 30
