@@ -79,6 +79,8 @@ class Courier:
                 self._turn()
             for peer in self.members.present():
                 self._send(self._header(Kind.BYE, peer))
+            for peer in self.links:
+                self._tell_evicted(peer, time.monotonic())
             self.transport.close(linger=0.2)
         except Exception as error:  # noqa: BLE001 it is raised again in the compute thread, at its next call
             self.failure = error
@@ -287,6 +289,10 @@ class Courier:
         self.counters["frames_received"] += 1
         self.counters["bytes_received"] += len(frame)
         now, peer = time.monotonic(), header.source
+        # Also from one who is gone: this process may have been stopped. After a cut each side evicts the other, and goes on.
+        if header.kind == Kind.EVICTED and not self.members.peers[peer].evicted:
+            self.evicted_by.add(peer)
+            self._gone(peer, State.DEAD, "it has evicted this rank")
         if not self._there(peer):
             self._tell_evicted(peer, now)
             return
@@ -307,9 +313,6 @@ class Courier:
                 self._settle(fetch)
         elif header.kind == Kind.BYE:
             self._gone(peer, State.LEFT, "it left")
-        elif header.kind == Kind.EVICTED:
-            self.evicted_by.add(peer)
-            self._gone(peer, State.DEAD, "it has evicted this rank")
 
     def _value(self, header: Header, body: memoryview) -> Array | None:
         """The numbers of a frame that fit this model; refused when they do not."""
@@ -389,7 +392,9 @@ class Courier:
             else:
                 fetch.drop(peer)
                 self._settle(fetch)
-        if not self.members.peers[peer].evicted:
+        if self.members.peers[peer].evicted:
+            self._tell_evicted(peer, time.monotonic())  # waits on the connection for one who is stopped
+        else:
             self.transport.forget(peer)
 
     def _tell_evicted(self, peer: int, now: float) -> None:
