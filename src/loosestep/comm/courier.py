@@ -27,6 +27,7 @@ from loosestep.trace.recording import Kind as Record
 
 Array = NDArray[Any]
 
+KNOCKS = 20  # connections without a word, per peer of a run, that outages of the network explain
 KEPT_ROUNDS = 4  # how far a neighbour may be behind in lockstep and still read the round it is in
 _WITH_VALUE = (Kind.REQUEST, Kind.REPLY, Kind.VALUE)
 
@@ -110,6 +111,9 @@ class Courier:
             self._again(peer, time.monotonic())
         for _ in range(news.strangers):
             self._reject("handshake", -1, "a connection that does not speak the protocol, or has no key")
+        for _ in range(news.hung_up):
+            known = KNOCKS * len(self.links)
+            self._reject("hang-up", -1, f"more than {known} connections that closed without a word", told_after=known)
         self._tick(time.monotonic())
         self.cpu_seconds = time.thread_time()
 
@@ -351,8 +355,10 @@ class Courier:
         self._readings += 1
         return pack(Record.READ, chunk, self._readings)
 
-    def _reject(self, reason: str, source: int, detail: str) -> None:
+    def _reject(self, reason: str, source: int, detail: str, *, told_after: int = 0) -> None:
         self.rejected[reason] += 1
+        if self.rejected[reason] <= told_after:
+            return
         if (reason, source) not in self._complained and len(self._complained) < 256:
             self._complained.add((reason, source))
             self._emit("frame_refused", reason=reason, source=source, detail=detail)
