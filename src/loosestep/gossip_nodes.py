@@ -8,6 +8,7 @@ is gathered. A rank of another node that dies costs its own edges only; a rank o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class NodeGossipEngine(GossipEngine):
         self._me, self._shard, self._lanes = self._node, world.topology.local_index(world.rank), world.topology.lanes
         self._divide(sharded)
         size = sum(extra.numel() for extra in self._extras)
-        self._extra = torch.zeros(max(-(-size // self._lanes), 1) * self._lanes)
+        wide = reduce(torch.promote_types, (extra.dtype for extra in self._extras), torch.float32)
+        self._extra = torch.zeros(max(-(-size // self._lanes), 1) * self._lanes, dtype=wide)
         comm = Collective(world, units, trace=self.trace, averages_gradients=False, shards=sharded)
         with self._meeting(comm):
             align(self._learner, comm)
@@ -89,7 +91,7 @@ class NodeGossipEngine(GossipEngine):
         """What all ranks of the node hold, as flat vectors, statistics and momentum last."""
         extras = self._extras
         if extras:
-            packed = torch.cat([extra.detach().reshape(-1).to("cpu", torch.float32) for extra in extras])
+            packed = torch.cat([extra.detach().reshape(-1).to("cpu", self._extra.dtype) for extra in extras])
             self._extra[: packed.numel()] = packed
         return [*self._common.snapshot(), self._extra]
 
