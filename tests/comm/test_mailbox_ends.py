@@ -43,6 +43,7 @@ def test_a_rank_that_says_drained_begins_no_chunk_that_was_still_waiting():
         wait_until(lambda: c.boxes[0]._courier.ending.drained)
         assert link.transfer is None
         assert waiting.wait(5)
+        assert (waiting.outcome, c.boxes[0].counters["exchanges"]) == ("dropped", 0)
         deaf.clear()
         c.boxes[1].finish(c.params[1], 15)
         ended.result()

@@ -183,7 +183,9 @@ class Courier:
         self.ending.done = True
         for peer, link in self.links.items():
             if link.transfer is not None:
-                link.transfer.waiting.clear()
+                if link.transfer.waiting:
+                    link.transfer.waiting.clear()
+                    link.transfer.outcome = "dropped"
                 self._advance(peer)
 
     def consensus(self, out: Array, pending: Pending) -> None:
@@ -276,8 +278,8 @@ class Courier:
             transfer.flying.discard(chunk)
         if not transfer.flying and not transfer.waiting:
             link.transfer = None
-            self.counters["exchanges"] += 1
-            transfer.pending.finish("exchanged")
+            self.counters["exchanges"] += transfer.outcome == "exchanged"
+            transfer.pending.finish(transfer.outcome)
         else:
             self._pump(peer)
 
