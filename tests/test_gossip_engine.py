@@ -72,6 +72,23 @@ def test_a_ring_that_closes_over_a_gap_is_no_news() -> None:
     assert not [moment for moment in done.events if moment.kind == "graph_apart"]
 
 
+def test_a_peer_that_makes_long_steps_is_warned_of_once_and_recorded_every_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def stall(rank: int) -> None:
+        model = nn.Linear(1, 1)
+        with loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "adpsgd", deadline=20) as run:
+            for peer in (1, 2, 1, 2) if rank == 0 else ():
+                run._engine._event("peer_no_progress", peer=peer, progress=0)
+
+    done = simulate(stall, ranks=3)
+    assert [moment.fields["peer"] for moment in done.events if moment.kind == "peer_no_progress"] == [1, 2, 1, 2]
+    assert [message for message in caplog.messages if "no progress" in message] == [
+        "peer no progress: peer=1, progress=0",
+        "peer no progress: peer=2, progress=0",
+    ]
+
+
 def test_a_random_ring_of_two_is_remarked_upon_once(caplog: pytest.LogCaptureFixture) -> None:
     simulate(lambda rank: train(rank, "adpsgd:topology=random-ring", 2), ranks=2)
     assert [record.levelno for record in caplog.records if "equals pairs" in record.message] == [logging.WARNING]

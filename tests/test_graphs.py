@@ -134,6 +134,7 @@ def test_a_graph_with_strangers_is_refused():
     [
         ([[0.5, 0.6], [0.5, 0.4]], r"row 0 is \[0.5, 0.6\], sum 1.1"),
         ([[0.5, 0.5], [0.2, 0.8]], r"column 0 is"),
+        ([[0.5, 0.50001], [0.50001, 0.5]], r"sum 1.00001"),
         ([[1.5, -0.5], [-0.5, 1.5]], r"row 0 is"),
         ([[1.0]], r"must be 2 x 2"),
         ([[1.0, 0.0], [0.0, 1.0]], r"not connected"),
@@ -143,6 +144,17 @@ def test_a_graph_with_strangers_is_refused():
 def test_a_bad_matrix_is_shown(matrix, message):
     with pytest.raises(ValueError, match=message):
         Gossip(matrix, range(2))
+
+
+@given(n=st.integers(2, 8), seed=st.integers(0, 100))
+def test_a_matrix_in_single_precision_is_accepted_and_made_exactly_symmetric(n, seed):
+    weights = np.random.default_rng(seed).dirichlet(np.ones(n))
+    rotations = [np.roll(np.eye(n), hop, axis=1) for hop in range(n)]
+    single = sum(w / 2 * (turned + turned.T) for w, turned in zip(weights, rotations, strict=True)).astype(np.float32)
+    single[0, 1] = np.nextafter(single[0, 1], 1, dtype=np.float32)
+    matrix = Gossip(single, range(n)).matrix(0)
+    np.testing.assert_array_equal(matrix, matrix.T)
+    np.testing.assert_allclose(matrix, single, atol=1e-6)
 
 
 def test_a_directed_matrix_is_refused_because_exchanges_are_pairwise():

@@ -268,9 +268,9 @@ def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy
             + repr([type(o).__name__ for o in optimizers])
         )
     trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
+    if not any(p.numel() for p in trainable):
         raise ValueError(
-            "the model has no parameters that require gradients, so there is nothing to train or to average"
+            "the model has no parameters that require gradients, or only empty ones, so there is nothing to train or to average"
         )
     mates = world.topology.mates(world.rank)
     inside = look_inside(model, mates)

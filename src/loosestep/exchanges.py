@@ -159,10 +159,7 @@ class CollectiveEngine:
     ) -> None:
         """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the background."""
         assert self._flight is None, "an exchange is folded before the next one starts"
-        offer = self._offer(form=form, lane=lane, outer=outer)
-        if vector is not None:
-            offer.ready()
-            torch._foreach_copy_(offer.vector, vector)
+        offer = self._offer(form=form, lane=lane, vector=vector, outer=outer)
         self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
         self._flight = Flight(self.state["step"], self._comm.all_reduce(offer))
 
@@ -241,12 +238,16 @@ class CollectiveEngine:
         form: Literal["mean", "delta"] = "delta",
         lane: int | None = None,
         wire: torch.dtype | None = None,
+        vector: Vector | None = None,
         outer: Outer | None = None,
     ) -> Offer:
         self.state["exchanges"] += 1
         lane = None if lane is None or self._replica.sharded else lane % self._comm.topology.lanes
         part = self._comm.part if lane is None else None
         snapshot = self._replica.stage(self._learner.losses.take(), stay=self._stay, part=part)
+        if vector is not None:
+            snapshot.ready()
+            torch._foreach_copy_(snapshot.vector, vector)
         return Offer(**vars(snapshot), form=form, lane=lane, wire=wire, part=part, outer=outer)
 
     def _land(self, landed: Landed, *, staleness: int) -> None:

@@ -64,6 +64,7 @@ class GossipEngine:
             self._fold_share = 1.0 if learner.replica.floating else RELAYING
         self._mailbox: Box | None = None
         self._members, self._gone, self._parts, self._ending = self._lane(), set[int](), 1, False
+        self._slow: set[int] = set()  # peers that the user has been told about
         self._graph = strategy.graph(len(self._members))
         if self._graph.note() and world.rank == 0:
             log.warning(self._graph.note())
@@ -341,6 +342,10 @@ class GossipEngine:
             )
         if kind in ("peer_dead", "peer_left") and not self._ending:
             self._check_graph(fields["peer"])
+        if kind == "peer_no_progress":
+            if fields["peer"] in self._slow:  # at every long step of the same peer
+                return
+            self._slow.add(fields["peer"])
         if kind in ("peer_no_progress", "frame_refused", "mailbox_failed"):
             log.warning("%s: %s", kind.replace("_", " "), ", ".join(f"{k}={v}" for k, v in fields.items()))
 

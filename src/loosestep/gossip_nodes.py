@@ -8,6 +8,7 @@ is gathered. A rank of another node that dies costs its own edges only; a rank o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class NodeGossipEngine(GossipEngine):
         self._me, self._shard, self._lanes = self._node, world.topology.local_index(world.rank), world.topology.lanes
         self._divide(sharded)
         size = sum(extra.numel() for extra in self._extras)
-        self._extra = torch.zeros(max(-(-size // self._lanes), 1) * self._lanes)
+        wide = reduce(torch.promote_types, (extra.dtype for extra in self._extras), torch.float32)
+        self._extra = torch.zeros(max(-(-size // self._lanes), 1) * self._lanes, dtype=wide)
         comm = Collective(world, units, trace=self.trace, averages_gradients=False, shards=sharded)
         with self._meeting(comm):
             align(self._learner, comm)
@@ -89,9 +91,16 @@ class NodeGossipEngine(GossipEngine):
         """What all ranks of the node hold, as flat vectors, statistics and momentum last."""
         extras = self._extras
         if extras:
-            packed = torch.cat([extra.detach().reshape(-1).to("cpu", torch.float32) for extra in extras])
+            packed = torch.cat([extra.detach().reshape(-1).to("cpu", self._extra.dtype) for extra in extras])
             self._extra[: packed.numel()] = packed
         return [*self._common.snapshot(), self._extra]
+
+    def _shared_vector(self) -> Vector:
+        """The same with the mean of the statistics of this node's ranks, which see different data."""
+        vector, size = self._vector(), sum(buffer.numel() for buffer in self._learner.replica.floating)
+        if size and self._mates > 1:
+            self._comm.average(Offer(vector=[], buffers=self._extra[:size], form="mean"))
+        return vector
 
     def _pieces(self, vector: Vector) -> Vector:
         """What this rank gossips about: its shards, where they are, and its pieces of the vector. Shards alone are on one
@@ -148,7 +157,7 @@ class NodeGossipEngine(GossipEngine):
         super().mix(round_number)
 
     def _land(self, way: Way) -> None:
-        vector, floors = self._vector(), self._floors()
+        vector, floors = self._shared_vector(), self._floors()
         if not self._splits:
             self._cross(self._pieces(vector), way)
             return
@@ -206,7 +215,7 @@ class NodeGossipEngine(GossipEngine):
         self._learner.replica.staging.leave()
         self._comm.meet(Kind.FINISH)
         self._take_the_newest()
-        vector = self._vector()
+        vector = self._shared_vector()
         if self._mailbox is not None:
             self._require_sound(self._pieces(vector))
             self._mailbox.finish(self._pieces(vector))

@@ -169,14 +169,15 @@ def test_the_variance_of_batch_norm_stays_positive():
         assert (result["var"] > 0).all()
 
 
-def statistics(rank: int, spec: str, topology):
+def statistics(rank: int, spec: str, topology, dtype=torch.float32):
     """Inputs far below zero into a batch norm that learns nothing, attached and alone."""
     torch.manual_seed(0)
-    model, alone = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    model, alone = nn.BatchNorm1d(3, dtype=dtype), nn.BatchNorm1d(3, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with loosestep.attach(model, optimizer, spec, topology=Topology(topology), deadline=20):
         for step in range(10):
             x = torch.randn(16, 3, generator=torch.Generator().manual_seed(100 * rank + step)) - 3 * (rank + 1)
+            x = x.to(dtype)
             alone(x)
             optimizer.zero_grad()
             model(x).sum().backward()
@@ -193,6 +194,17 @@ def test_the_means_of_a_batch_norm_may_be_negative(world):
         for ended, _ in results:
             torch.testing.assert_close(ended[kind], expected, rtol=1e-5, atol=1e-5)
     assert (results[0][0][0] < -1).all()
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
+@pytest.mark.parametrize("topology", [[[0, 1]], [[0, 1], [2, 3]]], ids=str)
+def test_the_statistics_of_a_node_are_the_mean_of_its_ranks(topology, dtype, close):
+    world = sum(map(len, topology))
+    results = ranks(world, statistics, spec="adpsgd:replica=node,lockstep=true", topology=topology, dtype=dtype)
+    for kind in (0, 1):
+        expected = torch.stack([alone[kind] for _, alone in results]).mean(0)
+        for ended, _ in results:
+            torch.testing.assert_close(ended[kind], expected, rtol=close, atol=close)
 
 
 def test_a_world_of_one_works():

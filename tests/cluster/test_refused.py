@@ -22,6 +22,9 @@ def bad(rank: int, case: str):
         model = nn.ReLU()
     elif case == "frozen":
         model.requires_grad_(False)
+    elif case == "empty":
+        model = nn.ParameterList([nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))])
+        optimizer = sgd(model)
     elif case == "foreign optimizer":
         optimizer = sgd(linear(1))
     elif case == "shape" and rank == 1:
@@ -60,6 +63,7 @@ def bad(rank: int, case: str):
     [
         ("no parameters", ["no parameters that require gradients"] * 2),
         ("frozen", ["no parameters that require gradients"] * 2),
+        ("empty", ["or only empty ones"] * 2),
         ("foreign optimizer", ["build the optimizer from model.parameters()"] * 2),
         ("shape", ["entry 0 is 'weight: (3, 3) float32' on rank 1 and 'weight: (2, 3) float32' on rank 0"] * 2),
         ("dtype", ["'weight: (2, 3) float64' on rank 1"] * 2),

@@ -44,6 +44,7 @@ SPECS = [
     "daso:period=2",
     "daso-paper:period=2",
     "delay-by-one",
+    "delay-by-one:older_gradient=true",
     "localsgd:start=3,period=2",
     "daso:period=2,warmup=4",
     "daso:period=3,cooldown=4,total=8",
@@ -58,6 +59,26 @@ def test_uneven_numbers_of_steps_end_with_identical_parameters(spec, steps):
     assert all(torch.equal(end, results[0][0]) for end, _ in results)
     assert all(end.isfinite().all() for end, _ in results)
     assert [stats["steps"] for _, stats in results] == steps
+
+
+def linear(rank: int, spec: str, steps: list[int]):
+    """A gradient that is the same wherever it is computed: rank + 1."""
+    weight = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(weight.weight)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
+    with loosestep.attach(weight, optimizer, spec, deadline=10):
+        for _ in range(steps[rank]):
+            optimizer.zero_grad()
+            weight(torch.full((1, 1), rank + 1.0, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+    return weight.weight.item()
+
+
+@pytest.mark.parametrize("steps", [[10, 3], [3, 10], [8, 0]], ids=str)
+@pytest.mark.parametrize("spec", ["localsgd:period=2,delay=1", "delay-by-one", "delay-by-one:older_gradient=true"])
+def test_every_step_of_every_rank_is_in_the_mean_at_the_end(spec, steps):
+    ends = ranks(2, linear, spec=spec, steps=steps)
+    assert ends == pytest.approx([-0.1 * (steps[0] + 2 * steps[1]) / 2] * 2)
 
 
 @pytest.mark.parametrize("topology", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]]], ids=str)

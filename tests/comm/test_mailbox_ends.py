@@ -43,6 +43,7 @@ def test_a_rank_that_says_drained_begins_no_chunk_that_was_still_waiting():
         wait_until(lambda: c.boxes[0]._courier.ending.drained)
         assert link.transfer is None
         assert waiting.wait(5)
+        assert (waiting.outcome, c.boxes[0].counters["exchanges"]) == ("dropped", 0)
         deaf.clear()
         c.boxes[1].finish(c.params[1], 15)
         ended.result()
@@ -194,6 +195,33 @@ def test_a_peer_that_stays_silent_is_evicted_and_told():
         wait_until(lambda: c.boxes[1].dead() == {0})
         with pytest.raises(ConnectionError, match=r"evicted by ranks \[0\]"):
             c.boxes[1].finish(c.params[1], 10)
+
+
+def test_a_peer_that_is_not_heard_again_is_told_that_it_was_evicted():
+    def mute(rank):
+        return lambda header: rank == 1
+
+    with cluster(2, lose=mute, timing=lambda rank: Timing(**QUICK, deadline=0.5 if rank == 0 else 30.0)) as c:
+        wait_until(lambda: c.boxes[1].dead() == {0})
+        with pytest.raises(ConnectionError, match=r"evicted by ranks \[0\]"):
+            c.boxes[1].finish(c.params[1], 10)
+
+
+def test_a_rank_that_one_peer_evicted_ends_with_the_others_when_these_have_left_already():
+    def cut(rank):
+        return lambda header: (rank, header.dest) == (0, 2)
+
+    with cluster(3, lose=cut, timing=lambda rank: Timing(**QUICK, deadline=0.5 if rank == 2 else 30.0)) as c:
+        wait_until(lambda: c.boxes[0].dead() == {2})
+        c.boxes[2].close()
+        ending = c.boxes[0]._courier
+        c.boxes[0]._do(ending.finish)
+        c.boxes[1].finish(c.params[1], 10)
+        assert ending.ended.wait(10)
+        c.boxes[1].close()
+        wait_until(lambda: c.boxes[0].left() == {1})
+        c.boxes[0].finish(c.params[0], 10)
+        assert torch.equal(c.params[0][0], c.params[1][0])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -11,6 +11,7 @@ from mailboxes import KEY, cluster, wait_until
 from torch.distributed import HashStore
 
 from loosestep.comm.address import bind_host, port_range
+from loosestep.comm.courier import KNOCKS
 from loosestep.comm.mailbox import CHUNK_BYTES, Mailbox, in_flight
 from loosestep.comm.transport import Transport
 from loosestep.comm.wire import HEADER_BYTES, Header, Kind, Wire
@@ -96,9 +97,11 @@ def test_a_replayed_frame_is_refused():
 
 def test_a_stranger_without_the_key_cannot_even_connect_to_an_encrypted_mailbox():
     with cluster(2, key=KEY, encrypt=True) as c:
-        frames_to(c, [])
-        with socket.create_connection(c.boxes[0]._courier.transport.address) as raw:
+        address = c.boxes[0]._courier.transport.address
+        with socket.create_connection(address) as raw, zmq.Context() as context, context.socket(zmq.PUSH) as plain:
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+            plain.linger = 0
+            plain.connect("tcp://{}:{}".format(*address))
             wait_until(lambda: c.boxes[0].counters["rejected"].get("handshake", 0) >= 1)
         assert c.exchange(0, 1) == "exchanged"
 
@@ -111,6 +114,19 @@ def test_http_multipart_and_silent_connections_do_no_harm():
             frames_to(c, [[b"a", b"b", b"c"]])
             wait_until(lambda: c.boxes[0].counters["rejected"])
             assert c.exchange(0, 1) == "exchanged"
+
+
+def test_connections_that_hang_up_without_a_word_are_told_only_when_there_are_many():
+    """A peer whose connection has broken makes such ones, to see whether this process lives."""
+    with cluster(2) as c:
+        address = c.boxes[0]._courier.transport.address
+        for _ in range(KNOCKS):
+            socket.create_connection(address).close()
+        wait_until(lambda: c.boxes[0].counters["rejected"] == {"hang-up": KNOCKS})
+        assert not c.said(0, "frame_refused")
+        socket.create_connection(address).close()
+        wait_until(lambda: c.said(0, "frame_refused"))
+        assert c.exchange(0, 1) == "exchanged"
 
 
 # ---- starting

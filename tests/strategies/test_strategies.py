@@ -51,6 +51,12 @@ def test_a_strategy_survives_the_round_trip_through_its_string(period, data, war
     assert strategy(str(chosen)) == chosen
 
 
+@pytest.mark.parametrize("graph", [{0: [1, 2], 1: [2]}, {0: (1,), 1: (2,)}, [[0.9, 0.1], [0.1, 0.9]]], ids=str)
+def test_a_graph_or_matrix_survives_the_round_trip_among_other_fields(graph):
+    chosen = ADPSGD(topology=graph, rate=0.5, lockstep=True)
+    assert strategy(str(chosen)) == chosen
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -67,6 +73,8 @@ def test_a_strategy_survives_the_round_trip_through_its_string(period, data, war
         ("daso:cooldown=5,warmup=6,total=10", r"warmup \+ cooldown must fit into total=10"),
         ("daso:merge=average", "merge must be one of 'delta', 'stale', got 'average'"),
         ("localsgd:local_period=2", "needs replica='node'"),
+        ("adpsgd:rate=abc", "rate must be above 0 and at most 16 exchanges per step, got 'abc'"),
+        ("adpsgd:cpu_share=abc", "cpu_share must be above 0 and at most 1, got 'abc'"),
         ("localsgd:replica=gpu", "replica must be one of 'rank', 'node'"),
     ],
 )

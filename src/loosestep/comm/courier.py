@@ -27,6 +27,7 @@ from loosestep.trace.recording import Kind as Record
 
 Array = NDArray[Any]
 
+KNOCKS = 20  # connections without a word, per peer of a run, that outages of the network explain
 KEPT_ROUNDS = 4  # how far a neighbour may be behind in lockstep and still read the round it is in
 _WITH_VALUE = (Kind.REQUEST, Kind.REPLY, Kind.VALUE)
 
@@ -79,6 +80,8 @@ class Courier:
                 self._turn()
             for peer in self.members.present():
                 self._send(self._header(Kind.BYE, peer))
+            for peer in self.links:
+                self._tell_evicted(peer, time.monotonic())
             self.transport.close(linger=0.2)
         except Exception as error:  # noqa: BLE001 it is raised again in the compute thread, at its next call
             self.failure = error
@@ -108,6 +111,9 @@ class Courier:
             self._again(peer, time.monotonic())
         for _ in range(news.strangers):
             self._reject("handshake", -1, "a connection that does not speak the protocol, or has no key")
+        for _ in range(news.hung_up):
+            known = KNOCKS * len(self.links)
+            self._reject("hang-up", -1, f"more than {known} connections that closed without a word", told_after=known)
         self._tick(time.monotonic())
         self.cpu_seconds = time.thread_time()
 
@@ -177,7 +183,9 @@ class Courier:
         self.ending.done = True
         for peer, link in self.links.items():
             if link.transfer is not None:
-                link.transfer.waiting.clear()
+                if link.transfer.waiting:
+                    link.transfer.waiting.clear()
+                    link.transfer.outcome = "dropped"
                 self._advance(peer)
 
     def consensus(self, out: Array, pending: Pending) -> None:
@@ -270,8 +278,8 @@ class Courier:
             transfer.flying.discard(chunk)
         if not transfer.flying and not transfer.waiting:
             link.transfer = None
-            self.counters["exchanges"] += 1
-            transfer.pending.finish("exchanged")
+            self.counters["exchanges"] += transfer.outcome == "exchanged"
+            transfer.pending.finish(transfer.outcome)
         else:
             self._pump(peer)
 
@@ -287,6 +295,10 @@ class Courier:
         self.counters["frames_received"] += 1
         self.counters["bytes_received"] += len(frame)
         now, peer = time.monotonic(), header.source
+        # Also from one who is gone: this process may have been stopped. After a cut each side evicts the other, and goes on.
+        if header.kind == Kind.EVICTED and not self.members.peers[peer].evicted:
+            self.evicted_by.add(peer)
+            self._gone(peer, State.DEAD, "it has evicted this rank")
         if not self._there(peer):
             self._tell_evicted(peer, now)
             return
@@ -307,9 +319,6 @@ class Courier:
                 self._settle(fetch)
         elif header.kind == Kind.BYE:
             self._gone(peer, State.LEFT, "it left")
-        elif header.kind == Kind.EVICTED:
-            self.evicted_by.add(peer)
-            self._gone(peer, State.DEAD, "it has evicted this rank")
 
     def _value(self, header: Header, body: memoryview) -> Array | None:
         """The numbers of a frame that fit this model; refused when they do not."""
@@ -348,8 +357,10 @@ class Courier:
         self._readings += 1
         return pack(Record.READ, chunk, self._readings)
 
-    def _reject(self, reason: str, source: int, detail: str) -> None:
+    def _reject(self, reason: str, source: int, detail: str, *, told_after: int = 0) -> None:
         self.rejected[reason] += 1
+        if self.rejected[reason] <= told_after:
+            return
         if (reason, source) not in self._complained and len(self._complained) < 256:
             self._complained.add((reason, source))
             self._emit("frame_refused", reason=reason, source=source, detail=detail)
@@ -389,7 +400,9 @@ class Courier:
             else:
                 fetch.drop(peer)
                 self._settle(fetch)
-        if not self.members.peers[peer].evicted:
+        if self.members.peers[peer].evicted:
+            self._tell_evicted(peer, time.monotonic())  # waits on the connection for one who is stopped
+        else:
             self.transport.forget(peer)
 
     def _tell_evicted(self, peer: int, now: float) -> None:

@@ -9,7 +9,8 @@ from loosestep.comm.edge import Edge
 
 
 class Pending:
-    """An exchange in flight. `outcome` is "exchanged", or "dropped" when the peer went, or "skipped" when it was not there."""
+    """An exchange in flight. `outcome` is "exchanged", or "dropped" when the peer went or this rank ended in the middle, or
+    "skipped" when the peer was not there."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -46,6 +47,7 @@ class Transfer:
     weight: float
     waiting: list[int]
     flying: set[int] = field(default_factory=set)
+    outcome: str = "exchanged"  # when nothing waits and nothing flies
 
 
 @dataclass(slots=True)

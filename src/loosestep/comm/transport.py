@@ -46,6 +46,7 @@ class News:
     again: set[int] = field(default_factory=set)  # connections that are back
     dead: set[int] = field(default_factory=set)
     strangers: int = 0  # connections that failed their handshake
+    hung_up: int = 0  # connections that closed before it, as those of peers do that look whether this process lives
 
 
 @dataclass(slots=True)
@@ -148,8 +149,10 @@ class Transport:
             timeout = min(timeout, due - time.monotonic())
         for ready, _ in self._poller.poll(max(0, int(timeout * 1000) + 1)):
             if ready is self._own_monitor and self._own_monitor is not None:
-                recv_monitor_message(self._own_monitor)
-                news.strangers += 1
+                if recv_monitor_message(self._own_monitor)["event"] == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+                    news.hung_up += 1
+                else:
+                    news.strangers += 1
             elif ready in self._monitors:
                 self._watch(self._monitors[ready], recv_monitor_message(ready), news)
             elif ready == self._wake_in.fileno():

@@ -41,7 +41,7 @@ def strategy(text: str | Strategy) -> Strategy:
     kind, make = STRATEGIES[name]
     valid = [field.name for field in fields(kind)]
     chosen: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in rest.split(","))):
+    for part in filter(None, map(str.strip, at_commas(rest))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
             raise ValueError(f"expected field=value in {text!r}, got {part!r}, as in 'daso:period=8,delay=2'")
@@ -52,6 +52,18 @@ def strategy(text: str | Strategy) -> Strategy:
             raise ValueError(f"{key} is given twice in {text!r}")
         chosen[key] = _value(value)
     return make(**chosen)
+
+
+def at_commas(text: str) -> list[str]:
+    """The text cut at its commas, those inside brackets excepted: a graph or a matrix is one value."""
+    pieces, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += letter
+    return pieces
 
 
 def _guess(word: str, known: Any) -> str:

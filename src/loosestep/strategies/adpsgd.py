@@ -60,7 +60,10 @@ class ADPSGD(Strategy):
             )
         require_choice("replica", self.replica, ("rank", "node"))
         require_count("seed", self.seed, least=0)
-        require(0 < self.cpu_share <= 1, f"cpu_share must be above 0 and at most 1, got {self.cpu_share}")
+        require(
+            isinstance(self.cpu_share, int | float) and 0 < self.cpu_share <= 1,
+            f"cpu_share must be above 0 and at most 1, got {self.cpu_share!r}",
+        )
 
     def graph(self, learners: int) -> Gossip:
         """Who is whose neighbour; refuses a graph that does not fit the number of learners."""

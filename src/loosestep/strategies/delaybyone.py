@@ -41,14 +41,14 @@ class DelayByOne(Strategy):
         """Land the average of the last step's models, send this step's."""
         state["step"] += 1
         if run.in_flight is None and self.older_gradient:  # the first step: all models were equal, their mean is x_0
-            run.start(form="mean", vector=state["ahead"])
+            run.start(**self.form(state))
         if run.in_flight is not None:
             run.fold()
-        run.start(**self.form(state), vector=state["ahead"] if self.older_gradient else None)
+        run.start(**self.form(state))
 
     def form(self, state: State) -> dict[str, Any]:
-        """The older form needs the mean itself."""
-        return {"form": "mean" if self.older_gradient else "delta"}
+        """The older form needs the mean itself, of the newest models."""
+        return {"form": "mean", "vector": state["ahead"]} if self.older_gradient else {}
 
     def land(self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int) -> None:
         """x_{k+1} <- mean(x_k) + u"""

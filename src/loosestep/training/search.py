@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from loosestep.strategies import at_commas
+
 FACTOR = 2.0
 MOST_TRIALS = 6
 
@@ -44,7 +46,7 @@ def search(score: Score, guess: float, *, higher_is_better: bool) -> tuple[float
 def split_strategies(text: str) -> list[str]:
     """`allreduce,daso:period=4,delay=2,adpsgd` is three strategies: what reads `field=value` belongs to the one before it."""
     found: list[str] = []
-    for piece in (part.strip() for part in text.split(",")):
+    for piece in map(str.strip, at_commas(text)):
         name, equals, _ = piece.partition("=")
         if equals and ":" not in name and found:
             found[-1] += f",{piece}"
