@@ -67,8 +67,12 @@ def test_a_graph_that_falls_apart_is_told_once(caplog: pytest.LogCaptureFixture)
     assert sum("fallen apart: the ranks [0] and [2, 3]" in message for message in caplog.messages) == 3
 
 
-def test_a_ring_that_closes_over_a_gap_is_no_news() -> None:
-    done = simulate(lambda rank: train(rank, "adpsgd", 20), ranks=4, cluster=Cluster(failures={1: "550ms"}))
+def test_a_ring_closes_over_the_gap_that_a_dead_rank_leaves_which_is_no_news() -> None:
+    cluster = Cluster(compute="100ms", failures={1: "550ms"})
+    done = simulate(lambda rank: train(rank, "adpsgd", 20), ranks=4, cluster=cluster)
+    partners = [moment.fields["peer"] for moment in done.events if moment.kind == "start" and moment.rank == 0]
+    assert partners == [1] * 6 + [2] * 14  # its death is noticed after 0.13 s
+    assert done.results[0]["stats"]["exchanges"] >= 17  # one may drop with rank 1, the last may be on its way
     assert not [moment for moment in done.events if moment.kind == "graph_apart"]
 
 
@@ -87,6 +91,33 @@ def test_a_peer_that_makes_long_steps_is_warned_of_once_and_recorded_every_time(
         "peer no progress: peer=1, progress=0",
         "peer no progress: peer=2, progress=0",
     ]
+
+
+@pytest.mark.parametrize(("rate", "begun"), [(0.25, 5), (1, 20), (2, 40)])
+def test_a_learner_begins_as_many_exchanges_a_step_as_its_rate_says(rate: float, begun: int) -> None:
+    done = simulate(lambda rank: train(rank, ADPSGD(rate=rate), 20), ranks=3, cluster=Cluster(compute="100ms"))
+    for rank in range(3):
+        assert sum(moment.kind == "start" and moment.rank == rank for moment in done.events) == begun
+
+
+def narrow(rank: int) -> list[tuple[float, float]]:
+    """A variance before and after each step; rank 0's falls from 100 to 1/100 while its first exchange is on its way."""
+    norm, seen = nn.BatchNorm1d(1, momentum=1.0), []
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    unit = torch.tensor([[-1.0], [1.0]]) / 2**0.5  # of variance 1
+    with loosestep.attach(norm, optimizer, "adpsgd"):
+        for step in range(8):
+            norm(unit * (1 if rank else 10 if step == 0 else 0.1))
+            before = norm.running_var.item()
+            optimizer.step()
+            seen.append((before, norm.running_var.item()))
+    return seen
+
+
+def test_a_late_delta_leaves_a_tenth_of_a_variance_that_it_would_pull_below_zero() -> None:
+    wide, _ = simulate(narrow, ranks=2, cluster=Cluster(compute="100ms", latency="250ms")).results
+    assert wide[0][0] == pytest.approx(100)
+    assert min(after / before for before, after in wide) == pytest.approx(0.1)
 
 
 def test_a_random_ring_of_two_is_remarked_upon_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -133,6 +133,19 @@ def test_a_round_in_lockstep_is_never_skipped_and_a_batch_norm_does_not_make_fol
         assert folds == 1  # the first, whose cost is not known before
 
 
+def bounded(rank: int, staleness: int) -> int:
+    """The folds of ten steps that are too fast for more than the first."""
+    with attach(f"adpsgd:max_staleness={staleness},cpu_share=0.0000001") as run:
+        train(run, rank)
+        return run._engine._mailbox.counters["folds"]
+
+
+@pytest.mark.parametrize(("staleness", "folds"), [(2, 5), (4, 3)])
+def test_a_bound_on_the_staleness_folds_as_often_as_it_takes(staleness: int, folds: int) -> None:
+    """After the steps 1, 3, 5, 7, 9; or 1, 5, 9."""
+    assert ranks(3, bounded, staleness=staleness) == [folds] * 3
+
+
 def in_the_shadow(rank: int):
     """What a partner meets when an exchange begins although folds are put off."""
     with attach("adpsgd:rate=0.1") as run:

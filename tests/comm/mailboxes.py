@@ -1,6 +1,10 @@
 """Several mailboxes in one process."""
 
+import contextlib
+import os
+import socket
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -20,6 +24,21 @@ def wait_until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
+
+
+def cut(addresses: Collection[tuple[str, int]]) -> int:
+    """Break the connections of this process to these addresses, as a firewall that forgets them would; how many."""
+    broken = 0
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # not a socket, not connected, or closed meanwhile
+            found = socket.socket(fileno=int(name))
+            try:
+                if found.family == socket.AF_INET and found.getpeername() in addresses:
+                    found.shutdown(socket.SHUT_RDWR)
+                    broken += 1
+            finally:
+                found.detach()
+    return broken
 
 
 class Cluster:

@@ -6,12 +6,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from mailboxes import KEY, QUICK, cluster, die_at, wait_until
+from mailboxes import KEY, QUICK, cluster, cut, die_at, wait_until
 
 from loosestep.comm.link import Timing
 from loosestep.comm.mailbox import CHUNK_BYTES
 from loosestep.comm.shadow import Shadow
-from loosestep.comm.wire import Kind
+from loosestep.comm.wire import Header, Kind
 
 # ---- exchanging
 
@@ -69,6 +69,32 @@ def test_exchange_never_blocks_and_returns_the_one_in_flight():
         first = c.boxes[0].exchange(1)
         assert c.boxes[0].exchange(1) is first
         assert not first.done()
+
+
+def test_an_exchange_outlives_the_connections_on_which_it_began() -> None:
+    losing, lost = threading.Event(), threading.Event()
+
+    def lose(header: Header) -> bool:
+        if header.kind != Kind.REPLY or not losing.is_set():
+            return False
+        lost.set()
+        return True
+
+    with cluster(2, lose=lambda rank: lose) as c:
+        c.exchange(0, 1)  # both connections are there
+        c.params[0][0] += 8
+        c.boxes[0].boundary(c.params[0], force=True)
+        mean = (c.flat(0) + c.flat(1)) / 2
+        losing.set()
+        pending = c.boxes[0].exchange(1)
+        assert lost.wait(10)
+        assert cut([box._courier.transport.address for box in c.boxes]) >= 2
+        losing.clear()
+        assert pending.wait(5)
+        assert pending.outcome == "exchanged"
+        for rank in (0, 1):
+            np.testing.assert_allclose(c.flat(rank), mean)
+            assert not c.said(rank, "peer_dead")
 
 
 def test_a_peer_answers_while_its_compute_is_busy():

@@ -1,5 +1,7 @@
 """The shadow and the exchange protocol: the mean never moves, whatever the network does."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -298,6 +300,37 @@ def test_mean_is_untouched_in_models_of_several_precisions(dtypes, script):
             total += (torch.cat([p.double() for p in models[end]]) - before).numpy()
             shadows[end].boundary(models[end])
     np.testing.assert_allclose(sum(shadow.flat() for shadow in shadows), total, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+def test_boundaries_and_exchanges_of_two_threads_lose_nothing_and_nobody_reads_half_of_one(relayed: bool) -> None:
+    """One chunk of 1 MB of equal numbers: long enough to be met in the middle, and equal whenever it is whole."""
+    params, exchanges, steps, torn = [torch.zeros(1 << 18)], 1000, 0, 0
+    shadow = Shadow(params, relayed=relayed)
+    zero, one = (np.full(1 << 18, value, np.float32) for value in (0, 1))
+
+    def gossip() -> None:
+        nonlocal torn
+        for _ in range(exchanges):
+            shadow.move(0, 1.0, mine=zero, theirs=one, snapshot=shadow.steps)
+            seen = shadow.read(0)
+            torn += seen.value.min() != seen.value.max()
+            shadow.give(seen)
+
+    other = threading.Thread(target=gossip)
+    other.start()
+    while other.is_alive():
+        params[0] += 1
+        steps += 1
+        shadow.steps = steps
+        shadow.boundary(params)
+    other.join()
+    shadow.settle(params)
+    if shadow.relay is not None:
+        shadow.relay.close()
+    assert torn == 0
+    np.testing.assert_array_equal(shadow.flat(), steps + exchanges)
+    np.testing.assert_array_equal(params[0], steps + exchanges)
 
 
 def test_a_shadow_without_parameters_says_so():

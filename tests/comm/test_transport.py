@@ -5,7 +5,7 @@ import socket
 import warnings
 from contextlib import contextmanager
 
-from mailboxes import wait_until
+from mailboxes import cut, wait_until
 
 from loosestep.comm.transport import Transport
 
@@ -69,3 +69,12 @@ def test_a_fork_leaves_all_other_sockets_and_those_of_the_parent_as_they_are():
                     wait_until(lambda end=end: list(both[1 - end].frames()))
         finally:
             socket.setdefaulttimeout(before)
+
+
+def test_a_connection_that_was_cut_is_made_again_and_told() -> None:
+    with pair() as (here, there):
+        assert cut([there.address]) >= 1
+        back: set[int] = set()
+        wait_until(lambda: back.update(here.wait(0.02).again) or back == {1}, seconds=5)
+        assert here.send(1, bytearray(b"again"))
+        wait_until(lambda: [bytes(frame) for frame in there.frames()] == [b"again"], seconds=5)

@@ -277,7 +277,8 @@ def test_a_faster_link_is_never_slower(
         predict(text, Topology.grid(nodes, ranks), cluster(f"{rate}mbit", slow={0: slow}), parameters=size, steps=24)
         for rate in sorted(rates)
     )
-    room = 1.1 if text == "adpsgd:max_staleness=2" else 1 + 1e-9  # there, who waits for whom depends on the order
+    # Gossip uses a faster link for more exchanges, whose work may take a tenth of the time.
+    room = 1.1 if text.startswith("adpsgd") else 1 + 1e-9
     assert faster.seconds_per_step <= slower.seconds_per_step * room
 
 
