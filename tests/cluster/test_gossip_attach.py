@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import errors, ranks
 from torch import nn
 
@@ -144,6 +145,27 @@ def bounded(rank: int, staleness: int) -> int:
 def test_a_bound_on_the_staleness_folds_as_often_as_it_takes(staleness: int, folds: int) -> None:
     """After the steps 1, 3, 5, 7, 9; or 1, 5, 9."""
     assert ranks(3, bounded, staleness=staleness) == [folds] * 3
+
+
+def beside_a_silent_peer(rank: int) -> tuple[float, list[int]]:
+    """Seconds that ten steps take while nobody hears of rank 1; the deadline is 20."""
+    with attach("adpsgd:max_staleness=1") as run:
+        courier = run._engine._mailbox._courier
+        if rank == 1:
+            courier._lose = lambda header: True
+        dist.barrier()
+        begun = time.monotonic()
+        train(run, rank, steps=0 if rank == 1 else 10)
+        seconds = time.monotonic() - begun
+        dist.barrier()
+        courier._lose = None
+    return seconds, run.stats["lost"]
+
+
+def test_a_bound_on_the_staleness_does_not_wait_for_a_peer_that_is_silent() -> None:
+    for seconds, lost in ranks(3, beside_a_silent_peer):
+        assert seconds < 10
+        assert lost == []
 
 
 def in_the_shadow(rank: int):

@@ -131,6 +131,19 @@ def test_a_learner_that_makes_no_progress_is_named_once():
         assert [event["peer"] for event in c.said(0, "peer_no_progress")] == [1]
 
 
+def test_a_learner_that_waits_for_the_end_is_not_said_to_make_no_progress() -> None:
+    with cluster(2) as c:
+        courier, heard = c.boxes[0]._courier, c.boxes[1]._courier.counters
+        ending = c.pool.submit(c.boxes[0].finish, c.params[0], 15)
+        wait_until(lambda: courier.ending.done)
+        courier.stepped -= 1000.0
+        before = heard["frames_received"]
+        wait_until(lambda: heard["frames_received"] >= before + 5)
+        c.boxes[1].finish(c.params[1], 15)
+        ending.result()
+        assert not c.said(1, "peer_no_progress")
+
+
 def test_consensus_is_the_mean_and_changes_nothing():
     with cluster(3) as c:
         before = c.flat(0)
