@@ -18,6 +18,7 @@ from loosestep.run import Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORKER = Path(__file__).parent / "trainer_worker.py"
+APART = Path(__file__).parent / "apart_worker.py"
 
 
 def run(*command: object, ranks_per_node: int = 1) -> list[str]:
@@ -53,6 +54,36 @@ def test_a_trainers_own_ddp_is_refused_and_its_example_ends_with_the_same_parame
         assert trained[0] != trained[1]
         assert evaluated[0] == evaluated[1]  # the mean, which nobody trains
         assert evaluated[0] not in trained
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_rank_makes_all_its_steps_while_another_stands_still(library):
+    pytest.importorskip(library, reason=f"{library} is not installed (loosestep[{library}])")
+    assert "all steps made" in run(APART, library)[1]
+
+
+def test_under_lightning_sigterm_ends_the_rank_that_gets_it():
+    pytest.importorskip("lightning", reason="lightning is not installed (loosestep[lightning])")
+    going_on, ended = run(APART, "lightning", "ends")
+    assert "ended by SIGTERMException" in ended
+    assert "all steps made" not in ended
+    assert "all steps made" in going_on
+
+
+@pytest.mark.parametrize(("averaged", "counted"), [(True, "no"), (False, "all")])
+def test_a_count_of_tokens_over_all_ranks_on_every_step_is_refused(averaged, counted):
+    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    from transformers.training_args import ParallelMode
+
+    from loosestep.integrations.transformers import LoosestepCallback
+
+    asked = SimpleNamespace(
+        parallel_mode=ParallelMode.DISTRIBUTED,
+        average_tokens_across_devices=averaged,
+        include_num_input_tokens_seen=counted,
+    )
+    with pytest.raises(ValueError, match="average_tokens_across_devices=False and include_num_input_tokens_seen='no'"):
+        LoosestepCallback("daso", trainer=SimpleNamespace()).on_train_begin(asked, None, None)
 
 
 @pytest.mark.parametrize("spec", ["daso-paper", "delay-by-one:older_gradient=true"])
