@@ -114,21 +114,41 @@ def told(monkeypatch):
 ACCUMULATED = ["no sync", "loss", "loss"]  # a step of two batches
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_transformers_tells_losses_and_accumulates_without_averaging(told, tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+def tiny_trainer(folder, **steps):
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-    from loosestep.integrations.transformers import attach
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-    steps = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 16
-    trainer = Trainer(model, TrainingArguments(str(tmp_path), **quiet, **steps), train_dataset=data)
+    return Trainer(model, TrainingArguments(str(folder), **quiet, **steps), train_dataset=data)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_tells_losses_and_accumulates_without_averaging(told, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    from loosestep.integrations.transformers import attach
+
+    trainer = tiny_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=2)
     callback = attach(trainer, "daso")
     trainer.train()
     assert told == ACCUMULATED * 2
+    assert callback.run.stats["steps"] == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_of_transformers_that_fails_ends_the_run_and_the_next_one_begins_another(told, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    from loosestep.integrations.transformers import attach
+
+    trainer = tiny_trainer(tmp_path, max_steps=2)
+    callback = attach(trainer, "daso")
+    right, trainer.compute_loss = trainer.compute_loss, lambda *args, **kwargs: {}["loss"]
+    with pytest.raises(KeyError, match="loss"):
+        trainer.train()
+    with pytest.raises(RuntimeError, match="this run has ended"), callback.run.consensus():
+        pass
+    trainer.compute_loss = right
+    trainer.train()
     assert callback.run.stats["steps"] == 2
 
 

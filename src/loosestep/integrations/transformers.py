@@ -68,6 +68,16 @@ class LoosestepCallback(TrainerCallback):
             self.run.finish()
             self._training = False
 
+    def train(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own training; if it fails, the others learn why."""
+        try:
+            return own(*args, **kwargs)
+        except BaseException as error:
+            if self.run is not None:
+                self.run.__exit__(type(error), error, error.__traceback__)
+                self._training = False
+            raise
+
     def evaluate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The trainer's own evaluation, of the mean of all replicas; every process calls it."""
         with self.run.consensus() if self.run is not None and self._training else nullcontext():
@@ -92,6 +102,7 @@ def attach(trainer: Trainer, strategy: Strategy | str = "daso", **options: Any) 
     accelerator = trainer.accelerator
     accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
     callback = LoosestepCallback(strategy, trainer=trainer, **options)
+    vars(trainer)["train"] = functools.partial(callback.train, trainer.train)
     vars(trainer)["evaluate"] = functools.partial(callback.evaluate, trainer.evaluate)
     vars(trainer)["training_step"] = functools.partial(callback.training_step, trainer.training_step)
     accelerator.no_sync = callback.no_sync
