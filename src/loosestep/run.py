@@ -90,6 +90,7 @@ class Run:
             self._global_steps = self.tape.ended(self._engine.global_steps(), self._digest)
             self._detach()
         self._let_go()
+        self._learner.to_host()  # not after a failure, when a device may never answer
         self._world.close()
 
     def recorded(self, compute: Callable[[], Any]) -> Any:
@@ -247,7 +248,7 @@ class Run:
     def _let_go(self) -> None:
         """Of memory. Communication has ended: nothing is queued any more that would read or write it."""
         self._engine.averager = None
-        self._learner.let_go()
+        self._learner.replica.let_go()
 
     def _at_exit(self) -> None:
         self._break(f"rank {self.rank} ended its process without run.finish()", culprit=None)
