@@ -55,9 +55,8 @@ class Learner:
     def __post_init__(self) -> None:
         self.state = self.strategy.begin()
 
-    def let_go(self) -> None:
-        """Of memory, when the run has ended; what `state_dict` tells of stays, on the host."""
-        self.replica.let_go()
+    def to_host(self) -> None:
+        """What `state_dict` tells of, when the run has ended: the device is for others."""
         self.state = each_tensor(self.state, torch.Tensor.cpu)
 
     def state_tensors(self) -> list[torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -9,9 +11,12 @@ from loosestep.comm.world import open_world
 from loosestep.topology import Topology
 
 
-def node_mesh(device_type: str = "cpu", *, topology: Topology | None = None, deadline: float = 60.0) -> DeviceMesh:
-    """The ranks of this node as a device mesh of one axis, "node"; every rank calls it.
+def node_mesh(
+    device_type: str = "cpu", *, topology: Topology | None = None, deadline: float = 60.0, timeout: float = 600.0
+) -> DeviceMesh:
+    """The ranks of this node as a device mesh of one axis, "node"; every rank calls it within `deadline` seconds.
 
+    `timeout`: seconds that DDP or `fully_shard` in the node waits for a rank that lives but does not come.
     `fully_shard(model, mesh=loosestep.node_mesh("cuda"))`, or for DDP the group of the same ranks:
     `DistributedDataParallel(model, process_group=loosestep.node_mesh("cuda").get_group())`.
     """
@@ -21,5 +26,5 @@ def node_mesh(device_type: str = "cpu", *, topology: Topology | None = None, dea
             "torch.distributed.init_process_group('cpu:gloo,cuda:nccl') first"
         )
     nodes = open_world(topology, deadline=deadline).topology.nodes
-    group, _ = dist.new_subgroups_by_enumeration([list(node) for node in nodes])
+    group, _ = dist.new_subgroups_by_enumeration([list(node) for node in nodes], timeout=timedelta(seconds=timeout))
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=("node",))

@@ -38,7 +38,8 @@ class Run:
         self.rank, self.topology, self.trace = world.rank, world.topology, learner.trace
         self._learner, self._engine, self._world, self._closed = learner, engine, world, closed
         self.tape, self._global_steps = learner.tape, engine.global_steps()
-        self._stepped: set[int] = set()
+        self._order: dict[int, int] = {}  # the place of each optimizer in a step
+        self._stepped: set[int] = set()  # the places that this step has come by
         self._groups = self._count_groups()
         self._active, self._warned = True, False
         after_step = torch.compiler.disable(
@@ -89,6 +90,7 @@ class Run:
             self._global_steps = self.tape.ended(self._engine.global_steps(), self._digest)
             self._detach()
         self._let_go()
+        self._learner.to_host()  # not after a failure, when a device may never answer
         self._world.close()
 
     def recorded(self, compute: Callable[[], Any]) -> Any:
@@ -173,7 +175,10 @@ class Run:
             getattr(optimizer, "found_inf", None) is not None
         ):  # a GradScaler leaves it to a fused optimizer to do nothing
             self.strategy.scaled(self.state)
-        self._stepped.add(id(optimizer))
+        place = self._order.setdefault(id(optimizer), len(self._order))
+        if place <= max(self._stepped, default=-1):  # a GradScaler left another one out: this is the next step
+            self._stepped.clear()
+        self._stepped.add(place)
         if len(self._stepped) == len(self.optimizers):
             self._stepped.clear()
             self._boundary()
@@ -243,7 +248,7 @@ class Run:
     def _let_go(self) -> None:
         """Of memory. Communication has ended: nothing is queued any more that would read or write it."""
         self._engine.averager = None
-        self._learner.let_go()
+        self._learner.replica.let_go()
 
     def _at_exit(self) -> None:
         self._break(f"rank {self.rank} ended its process without run.finish()", culprit=None)

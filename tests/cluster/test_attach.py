@@ -347,6 +347,19 @@ def test_memory_is_let_go_after_communication_has_ended():
     assert ranks(4, abort) == [[True, False]] * 4
 
 
+def silent(rank: int):
+    """A failing run whose state is on a device that nothing can be copied from."""
+    model = linear()
+    run = loosestep.attach(model, sgd(model), "diloco:period=2", topology=Topology([[0]]), deadline=10)
+    run.state["outer"] = [torch.empty(3, device="meta")]
+    with run:
+        raise KeyError("of the loop")
+
+
+def test_a_run_that_fails_asks_nothing_of_its_device():
+    assert errors(1, silent) == ["KeyError: 'of the loop'"]
+
+
 def overwrite(rank: int, spec: str):
     """Whether the parameters were those of the last step, or of the consensus, whenever their readers were waited for."""
     model = linear()

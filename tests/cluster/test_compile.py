@@ -22,7 +22,8 @@ def loop(rank: int, form: str, spec: str | None, backend: str):
 
     if form == "compiled, then attached":
         model = compiled(model)
-    run = spec and loosestep.attach(model, optimizer, spec, topology=Topology([[0, 1]]), deadline=50)
+    hooks = form != "whole step without hooks"
+    run = spec and loosestep.attach(model, optimizer, spec, topology=Topology([[0, 1]]), deadline=50, hooks=hooks)
     forward = compiled(model) if form == "attached, then compiled" else model
 
     def step(x):
@@ -30,7 +31,7 @@ def loop(rank: int, form: str, spec: str | None, backend: str):
         optimizer.step()
         optimizer.zero_grad()
 
-    if form == "whole step":
+    if form.startswith("whole step"):
         step = compiled(step)
     if form == "optimizer":
         update = compiled(lambda: optimizer.step())
@@ -42,6 +43,8 @@ def loop(rank: int, form: str, spec: str | None, backend: str):
 
     for index in range(6):
         step(torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + index)))
+        if run and not hooks:
+            run.step()
     if run:
         assert run.stats["steps"] == 6
         run.finish()
@@ -61,17 +64,18 @@ def both(rank: int, form: str, spec: str, backend: str):
 
 
 @pytest.mark.parametrize(
-    ("form", "backend"),
+    ("form", "spec", "backend"),
     [
-        ("compiled, then attached", "eager"),
-        ("attached, then compiled", "aot_eager"),
-        ("whole step", "eager"),
-        ("optimizer", "eager"),
+        ("compiled, then attached", "daso:period=2", "eager"),
+        ("attached, then compiled", "daso:period=2", "aot_eager"),
+        ("whole step", "daso:period=2", "eager"),
+        ("whole step without hooks", "localsgd:period=2,delay=1", "eager"),
+        ("optimizer", "daso:period=2", "eager"),
     ],
 )
-def test_attaching_adds_no_graph_break_and_compiling_does_not_change_the_way(form, backend):
-    for alone, attached, eager in ranks(2, both, form=form, spec="daso:period=2", backend=backend):
+def test_attaching_adds_no_graph_break_and_compiling_does_not_change_the_way(form, spec, backend):
+    for alone, attached, eager in ranks(2, both, form=form, spec=spec, backend=backend):
         assert attached[1:] == alone[1:]
         assert attached[2] > 0  # something was compiled
         torch.testing.assert_close(attached[0], eager[0], rtol=1e-5, atol=1e-6)
-        assert not torch.allclose(attached[0], alone[0], atol=1e-5)  # gradients were averaged in both
+        assert not torch.allclose(attached[0], alone[0], atol=1e-5)  # what ranks hold was averaged in both

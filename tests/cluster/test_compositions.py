@@ -97,6 +97,25 @@ def same_way(results: list[dict], expected: list[dict], spec: str) -> None:
         assert one["stats"]["steps"] == 12
 
 
+def raises(rank: int) -> None:
+    """Rank 2 raises after a step and lives on; its mate then waits for it inside DDP."""
+    model = DistributedDataParallel(Net(), process_group=loosestep.node_mesh(topology=GRID, timeout=2).get_group())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with loosestep.attach(model, optimizer, "daso:period=1", topology=GRID, deadline=60):
+        for step in range(1000):
+            if rank == 2 and step == 1:
+                raise KeyError("of rank 2")
+            train(model, optimizer, rank, step, "ddp")
+
+
+def test_the_mate_of_a_rank_that_raised_waits_as_long_as_the_mesh_of_their_node_says():
+    first, second, guilty, mate = errors(4, raises)
+    assert guilty == "KeyError: 'of rank 2'"
+    for other_node in (first, second):
+        assert "rank 2 left the run: KeyError" in other_node
+    assert "timed out" in mate.lower()
+
+
 # What cannot be connected is refused, on every rank, with what to do --------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from composed import GRID, batch, build, whole
 from pool import ranks
+from torch import nn
 
 import loosestep
 from loosestep import Topology
@@ -85,3 +86,29 @@ def skips(results: list[tuple[int, float, torch.Tensor]], skipping: tuple[int, .
         assert scale == (4.0 if rank in skipping else 8.0)
         assert bool(end.isfinite().all())
         assert torch.equal(end, results[0][2])
+
+
+def scaled_apart(rank: int, unlucky: int):
+    """Two optimizers step in the order in which they were not attached; one of them meets an Inf at step 2. What each is
+    followed by: the steps that the run has counted."""
+    layers = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in layers]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    counted = []
+    with loosestep.attach(layers, optimizers[::-1], "daso:period=2", topology=Topology([[0], [1]]), deadline=20) as run:
+        for step in range(5):
+            for index, layer in enumerate(layers):
+                x = batch(rank, step, "plain") * (float("inf") if (step, index) == (2, unlucky) else 1.0)
+                scaler.scale(layer(x).square().mean()).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+                counted.append(run.stats["steps"])
+            scaler.update()
+    return counted
+
+
+@pytest.mark.parametrize("unlucky", [0, 1])
+def test_a_step_ends_after_its_last_optimizer_though_a_scaler_has_skipped_one_of_them(unlucky):
+    for counted in ranks(2, scaled_apart, unlucky=unlucky):
+        assert counted == [0, 1, 1, 2, 2, 2, 2, 3, 3, 4]

@@ -51,6 +51,19 @@ def test_half_precision_is_summed_in_single_precision_and_rounded_once() -> None
         assert torch.equal(after, start + (mean - start.float()).to(torch.bfloat16))
 
 
+def census(rank: int, topology: list[list[int]]) -> list[list[float]]:
+    """What every rank hears of what each has told."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with loosestep.attach(model, optimizer, "daso", topology=Topology(topology), deadline=20) as run:
+        return run._engine._comm.census(10.0 * rank, -rank)
+
+
+@pytest.mark.parametrize("topology", [GRID, [[0, 2], [1, 3]], [[3, 0], [2, 1]], [[0], [3, 1, 2]]])
+def test_what_ranks_tell_each_other_arrives_in_rank_order_whatever_the_order_of_nodes(topology) -> None:
+    assert ranks(4, census, topology=topology) == [[[0, 0], [10, -1], [20, -2], [30, -3]]] * 4
+
+
 def test_a_link_carries_as_much_as_if_nodes_were_the_replicas() -> None:
     sent = {
         replica: sum(

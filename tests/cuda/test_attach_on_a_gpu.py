@@ -153,7 +153,9 @@ def test_a_model_that_was_away_between_steps_goes_on_and_one_that_stays_away_is_
     model.cuda()
     train(model, optimizer, run, 6, data)
     with run.consensus():
-        assert torch.equal(model[1].running_var, expected[1].running_var)
+        mean = model[1].running_var.clone()
+    assert spec == "adpsgd" or torch.equal(mean, expected[1].running_var)  # what gossip shows may be some steps old
+    assert torch.equal(model[1].running_var, expected[1].running_var)
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     model.cpu()

@@ -18,6 +18,7 @@ from loosestep.run import Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORKER = Path(__file__).parent / "trainer_worker.py"
+APART = Path(__file__).parent / "apart_worker.py"
 
 
 def run(*command: object, ranks_per_node: int = 1) -> list[str]:
@@ -55,6 +56,36 @@ def test_a_trainers_own_ddp_is_refused_and_its_example_ends_with_the_same_parame
         assert evaluated[0] not in trained
 
 
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_rank_makes_all_its_steps_while_another_stands_still(library):
+    pytest.importorskip(library, reason=f"{library} is not installed (loosestep[{library}])")
+    assert "all steps made" in run(APART, library)[1]
+
+
+def test_under_lightning_sigterm_ends_the_rank_that_gets_it():
+    pytest.importorskip("lightning", reason="lightning is not installed (loosestep[lightning])")
+    going_on, ended = run(APART, "lightning", "ends")
+    assert "ended by SIGTERMException" in ended
+    assert "all steps made" not in ended
+    assert "all steps made" in going_on
+
+
+@pytest.mark.parametrize(("averaged", "counted"), [(True, "no"), (False, "all")])
+def test_a_count_of_tokens_over_all_ranks_on_every_step_is_refused(averaged, counted):
+    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    from transformers.training_args import ParallelMode
+
+    from loosestep.integrations.transformers import LoosestepCallback
+
+    asked = SimpleNamespace(
+        parallel_mode=ParallelMode.DISTRIBUTED,
+        average_tokens_across_devices=averaged,
+        include_num_input_tokens_seen=counted,
+    )
+    with pytest.raises(ValueError, match="average_tokens_across_devices=False and include_num_input_tokens_seen='no'"):
+        LoosestepCallback("daso", trainer=SimpleNamespace()).on_train_begin(asked, None, None)
+
+
 @pytest.mark.parametrize("spec", ["daso-paper", "delay-by-one:older_gradient=true"])
 def test_a_best_model_that_the_end_of_the_run_would_change_is_refused(spec):
     pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
@@ -83,21 +114,41 @@ def told(monkeypatch):
 ACCUMULATED = ["no sync", "loss", "loss"]  # a step of two batches
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_transformers_tells_losses_and_accumulates_without_averaging(told, tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+def tiny_trainer(folder, **steps):
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-    from loosestep.integrations.transformers import attach
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-    steps = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 16
-    trainer = Trainer(model, TrainingArguments(str(tmp_path), **quiet, **steps), train_dataset=data)
+    return Trainer(model, TrainingArguments(str(folder), **quiet, **steps), train_dataset=data)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_tells_losses_and_accumulates_without_averaging(told, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    from loosestep.integrations.transformers import attach
+
+    trainer = tiny_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=2)
     callback = attach(trainer, "daso")
     trainer.train()
     assert told == ACCUMULATED * 2
+    assert callback.run.stats["steps"] == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_of_transformers_that_fails_ends_the_run_and_the_next_one_begins_another(told, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    from loosestep.integrations.transformers import attach
+
+    trainer = tiny_trainer(tmp_path, max_steps=2)
+    callback = attach(trainer, "daso")
+    right, trainer.compute_loss = trainer.compute_loss, lambda *args, **kwargs: {}["loss"]
+    with pytest.raises(KeyError, match="loss"):
+        trainer.train()
+    with pytest.raises(RuntimeError, match="this run has ended"), callback.run.consensus():
+        pass
+    trainer.compute_loss = right
+    trainer.train()
     assert callback.run.stats["steps"] == 2
 
 

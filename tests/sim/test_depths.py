@@ -26,6 +26,16 @@ def train(rank: int, *, text: str) -> None:
             optimizer.zero_grad()
 
 
+def depths(text: str, topology: Topology, cluster: Cluster) -> tuple[float, float]:
+    """Gradients per second: with tensors, and without."""
+    events = simulate(partial(train, text=text), ranks=topology.world, topology=topology, cluster=cluster).events
+    times = {(event.rank, event.fields["step"]): event.time for event in events if event.kind == "step"}
+    speeds = [TIMED / (times[rank, WARMUP + TIMED] - times[rank, WARMUP]) for rank in range(topology.world)]
+    sizes = [WIDTH * WIDTH * 4] * LAYERS
+    prediction = predict(text, topology, cluster, parameters=sizes, steps=1000, machine=IDEAL)
+    return sum(speeds), prediction.gradients_per_second
+
+
 @pytest.mark.parametrize("bandwidth", ["10mbit", "60mbit"])
 @pytest.mark.parametrize("slow", [{}, {3: 3.0}], ids=["equal", "straggler"])
 @pytest.mark.parametrize(
@@ -38,9 +48,13 @@ def train(rank: int, *, text: str) -> None:
 def test_a_step_takes_as_long_with_tensors_as_without(text: str, slow: dict[int, float], bandwidth: str) -> None:
     topology = Topology.grid(2, 2)
     cluster = Cluster(bandwidth=bandwidth, latency="1ms", compute="100ms", slow=slow)
-    events = simulate(partial(train, text=text), ranks=4, topology=topology, cluster=cluster).events
-    times = {(event.rank, event.fields["step"]): event.time for event in events if event.kind == "step"}
-    speeds = [TIMED / (times[rank, WARMUP + TIMED] - times[rank, WARMUP]) for rank in range(4)]
-    sizes = [WIDTH * WIDTH * 4] * LAYERS
-    prediction = predict(text, topology, cluster, parameters=sizes, steps=1000, machine=IDEAL)
-    assert prediction.gradients_per_second == pytest.approx(sum(speeds), rel=0.01)
+    with_tensors, without = depths(text, topology, cluster)
+    assert without == pytest.approx(with_tensors, rel=0.01)
+
+
+@pytest.mark.parametrize("topology", [Topology.grid(2, 2), Topology.grid(3, 1), Topology([[0, 1, 2], [3, 4]])])
+@pytest.mark.parametrize("text", ["allreduce", "localsgd:period=1"])
+def test_so_does_what_ranks_tell_each_other_when_nothing_else_takes_time(text: str, topology: Topology) -> None:
+    cluster = Cluster(bandwidth="1000gbit", latency="20ms", node_latency="1ms", compute="1ms")
+    with_tensors, without = depths(text, topology, cluster)
+    assert without == pytest.approx(with_tensors, rel=0.01)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -48,6 +49,7 @@ class LoosestepStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.model is not None
+            _leave_sigterm_to_each_rank(trainer)
             self.run = attach(
                 self.model, self.optimizers, self._chosen, topology=self._topology, deadline=self._deadline
             )
@@ -101,3 +103,25 @@ class LoosestepStrategy(DDPStrategy):
             self.run.__exit__(type(exception), exception, exception.__traceback__)
             self.run = None
         super().on_exception(exception)
+
+
+def _leave_sigterm_to_each_rank(trainer: Trainer) -> None:
+    """Who gets SIGTERM ends after its batch and its peers learn so from loosestep. Newer releases of Lightning instead
+    broadcast before every batch, from rank 0 to all, whether it got one: no rank would be ahead of another."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    connector: Any = trainer._signal_connector
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = _ask_nobody
+        connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)
+
+
+def _ask_nobody() -> None:
+    """In the place of the broadcast."""
+
+
+def _note_sigterm(trainer: Trainer, number: int, frame: object) -> None:
+    """What Lightning's own handler does, without its broadcast."""
+    connector, launcher = trainer._signal_connector, trainer.strategy.launcher
+    if not connector.received_sigterm and launcher is not None:
+        launcher.kill(number)
+    connector.received_sigterm = True

@@ -34,11 +34,19 @@ class LoosestepCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Module and optimizer are prepared now."""
-        if self._trainer is None and args.parallel_mode == ParallelMode.DISTRIBUTED:
+        distributed = args.parallel_mode == ParallelMode.DISTRIBUTED
+        if self._trainer is None and distributed:
             raise ValueError(
                 "the Trainer wraps the model in DistributedDataParallel over all ranks, which averages gradients among all of them on "
                 "every step; turn that off with loosestep.integrations.transformers.attach(trainer, strategy) in the place "
                 "of callbacks=[LoosestepCallback(strategy)]"
+            )
+        if distributed and (
+            args.average_tokens_across_devices or args.include_num_input_tokens_seen not in ("no", False)
+        ):
+            raise ValueError(
+                "the Trainer would gather counts of tokens from all ranks on every step, where each waits for the slowest; set "
+                "average_tokens_across_devices=False and include_num_input_tokens_seen='no'"
             )
         chosen = read_strategy(self._strategy) if isinstance(self._strategy, str) else self._strategy
         if args.load_best_model_at_end and (
@@ -60,6 +68,16 @@ class LoosestepCallback(TrainerCallback):
             self.run.finish()
             self._training = False
 
+    def train(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own training; if it fails, the others learn why."""
+        try:
+            return own(*args, **kwargs)
+        except BaseException as error:
+            if self.run is not None:
+                self.run.__exit__(type(error), error, error.__traceback__)
+                self._training = False
+            raise
+
     def evaluate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The trainer's own evaluation, of the mean of all replicas; every process calls it."""
         with self.run.consensus() if self.run is not None and self._training else nullcontext():
@@ -78,10 +96,13 @@ class LoosestepCallback(TrainerCallback):
 
 
 def attach(trainer: Trainer, strategy: Strategy | str = "daso", **options: Any) -> LoosestepCallback:
-    """Keep the trainer from wrapping its model in DDP, and connect it by loosestep while it trains."""
+    """Keep the trainer from wrapping its model in DDP and from averaging among all ranks, and connect it by loosestep while
+    it trains."""
+    trainer.args.average_tokens_across_devices = False  # a sum over all ranks on every step
     accelerator = trainer.accelerator
     accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
     callback = LoosestepCallback(strategy, trainer=trainer, **options)
+    vars(trainer)["train"] = functools.partial(callback.train, trainer.train)
     vars(trainer)["evaluate"] = functools.partial(callback.evaluate, trainer.evaluate)
     vars(trainer)["training_step"] = functools.partial(callback.training_step, trainer.training_step)
     accelerator.no_sync = callback.no_sync

@@ -64,6 +64,7 @@ class Costs:
         self.members = len(topology.nodes)
         self.lanes = topology.lanes
         self.mates = max(len(node) for node in topology.nodes)
+        self._even = self.mates == self.lanes
         payload = machine.payload * (machine.crowd if self.members > 2 else 1.0)
         self._rate = cluster.bytes_per_second * payload
         self._backbone = cluster.backbone_bytes_per_second * payload
@@ -85,10 +86,16 @@ class Costs:
         """Seconds to copy the parameters into a flat vector, or to fold one into them."""
         return self._machine.work(size, passes=1.25)
 
-    def header(self, ranks: int) -> Cost:
-        """A few numbers of every rank to every rank, around a ring."""
+    def header(self) -> Cost:
+        """A few numbers of every rank to every rank: in the nodes, then along the lanes; around a ring of all ranks where the
+        nodes are of unequal size."""
         hop = self._cluster.latency_seconds + self._machine.message
-        return Cost((ranks - 1) * hop + self._machine.work(operations=1))
+        if not self._even:
+            return Cost((self._topology.world - 1) * hop + self._machine.work(operations=1))
+        inside = self.node_header() if self.mates > 1 else Cost(0.0)
+        if self.members == 1:
+            return inside
+        return inside + Cost((self.members - 1) * hop + self._machine.work(operations=1))
 
     def node_header(self) -> Cost:
         """The same inside a node: the numbers ride on a meeting."""
@@ -117,9 +124,9 @@ class Costs:
         """Gradients: gather them, sum inside the node, means across nodes, share inside the node, scatter them."""
         return Cost(self._machine.work(size, passes=5, operations=1)) + self._average_by_node(size)
 
-    def exchange(self, size: float, ranks: int, *, lane: int | None = None) -> Cost:
+    def exchange(self, size: float, *, lane: int | None = None) -> Cost:
         """Everybody says what it is at, lanes average, the node shares the result, everybody tells how far it was."""
-        around = self.header(ranks) + self.header(ranks) + Cost(self._machine.work(size))
+        around = self.header() + self.header() + Cost(self._machine.work(size))
         if lane is not None and self.lanes > 1:  # all of it on one lane, then to the others of the node
             more = self._machine.work((1 - 1 / self.lanes) * size, passes=4, operations=1)
             spread = size / self._cluster.node_bytes_per_second + self._machine.message

@@ -236,7 +236,7 @@ class GossipClocks:
 
 def node_steps(sizes: Sequence[int], durations: Times, nodes: Nodes, costs: Costs) -> Times:
     """Seconds of a node's steps: gradients are averaged among its ranks, then they share their shards of the model."""
-    gradients = Gradients(sizes, nodes, costs, ranks=len(durations))
+    gradients = Gradients(sizes, nodes, costs)
     start, shared = np.zeros(len(durations)), costs.gather_shards(sum(sizes)).seconds
 
     def ends(seconds: Times) -> Times:

@@ -34,8 +34,8 @@ class Gradients:
     Backward is taken to spend its time on the parameters in proportion to their bytes, the last ones first.
     """
 
-    def __init__(self, sizes: Sequence[int], nodes: Nodes, costs: Costs, *, ranks: int) -> None:
-        self._nodes, self._costs, self._ranks = nodes, costs, ranks
+    def __init__(self, sizes: Sequence[int], nodes: Nodes, costs: Costs) -> None:
+        self._nodes, self._costs = nodes, costs
         buckets = [sum(sizes[index] for index in bucket) for bucket in fill_buckets(sizes, [None] * len(sizes))]
         backward = 1 - FORWARD
         ready = [FORWARD + backward * done / sum(sizes) for done in accumulate(buckets)]
@@ -55,7 +55,7 @@ class Gradients:
         if costs.mates > 1:
             free = self._nodes.latest(free) + costs.node_header().seconds
         if across:
-            free = np.full_like(free, free.max() + costs.header(self._ranks).seconds)
+            free = np.full_like(free, free.max() + costs.header().seconds)
         sent = 0.0
         for size, share in self._buckets:
             there = np.maximum(begin + share * seconds, free)
@@ -103,7 +103,7 @@ class CollectiveClocks:
         self._replicas = topology.world if strategy.learner == "rank" else costs.members
         self._size, self._fixed, self._loss = sum(sizes), fixed, loss
         self._nodes = Nodes(topology)
-        self._gradients = Gradients(sizes, self._nodes, costs, ranks=topology.world)
+        self._gradients = Gradients(sizes, self._nodes, costs)
         self._replica = Replica(nn.Linear(1, 1))  # strategies fold into a model of two numbers
         self._flight: Flight | None = None
         self._observed = (0.0, 0)
@@ -145,7 +145,7 @@ class CollectiveClocks:
     ) -> None:
         """Leaves when the last rank is here."""
         self.clock = self.clock + self._costs.snapshot(self._size)
-        cost = self._count(self._costs.exchange(self._size, self._ranks, lane=lane))
+        cost = self._count(self._costs.exchange(self._size, lane=lane))
         self.state["exchanges"] += 1
         losses, self._observed = self._observed, (0.0, 0)
         self._flight = Flight(self.state["step"], self.clock.max() + cost.seconds, cost.wire, losses)
@@ -167,14 +167,14 @@ class CollectiveClocks:
         """All replicas become their mean, momentum included."""
         if self._flight is not None:
             self.fold()
-        self._block(self._costs.exchange(self._size, self._ranks) + self._costs.exchange(self._size, self._ranks))
+        self._block(self._costs.exchange(self._size) + self._costs.exchange(self._size))
         self.strategy.gathered(self.state)
 
     def average(self, *, wire: torch.dtype | None = None) -> None:
         """Blocking, over the lanes."""
         self.state["exchanges"] += 1
         share = 1.0 if wire is None else wire.itemsize / torch.float32.itemsize
-        self._block(self._costs.exchange(share * self._size, self._ranks))
+        self._block(self._costs.exchange(share * self._size))
 
     def average_node(self) -> None:
         """Blocking, inside the node."""
