@@ -43,10 +43,15 @@ STRATEGIES = {
     "AD-PSGD randomized ring": "adpsgd:topology=random-ring,cpu_share=1.0",
     "delay-by-one": "delay-by-one",
     "DASO": "daso",
+    "AD-PSGD pairs": "adpsgd:topology=pairs,cpu_share=1.0",
     "fixed ring with momentum": "adpsgd:average_momentum=True,cpu_share=1.0",
     "randomized ring with momentum": "adpsgd:topology=random-ring,average_momentum=True,cpu_share=1.0",
 }
-ON_REQUEST = ("fixed ring with momentum", "randomized ring with momentum")  # the momentum is averaged too
+ON_REQUEST = (
+    "AD-PSGD pairs",
+    "fixed ring with momentum",
+    "randomized ring with momentum",
+)  # the last two average the momentum too
 FIRST_SEED = 0
 VIRTUAL = {"bandwidth": "10gbit", "latency": "50us", "compute": "100ms", "jitter": 0.1}
 
