@@ -100,7 +100,7 @@ PLANS = {
         seconds=0.05,
         higher=False,
         skipped=0.5,
-        left_out=("PowerSGD",),
+        left_out=("PowerSGD", "period 64", "period=64", "hivemind"),
     ),
 }
 STEP = 2.5  # from one learning rate to the next
@@ -238,7 +238,7 @@ def measure(name: str, options: Any) -> None:
         f"batch {tasks.OPTIONS[name]['batch']} a rank. A run during which others took more than {QUIET:.0%} of this machine was made again, up to {TRIES} times; the quietest counts (they took {statistics.median(trials.stolen):.1%} in the median, {max(trials.stolen):.1%} at most)."
         + (f" {trials.earlier} of {len(trials.stolen)} runs were made by earlier calls." if trials.earlier else "")
     )
-    finish(section, text, options, where=where, measured=peers)
+    finish(section, text, options, where=where, measured=peers, rare=True)
 
 
 def rows_of(plan: Plan, targets: Mapping[str, float], rates: dict[str, float], curves: Curves) -> str:

@@ -55,12 +55,12 @@ def lineup(
     return usable
 
 
-def absent(measured: Sequence[Peer], *, network: bool) -> str:
-    """A line about the peers that are not in the table, each with its reason."""
+def absent(measured: Sequence[Peer], *, network: bool, rare: bool) -> str:
+    """A line about the peers that are not in the table, each with its reason; `rare`: the table could have had those too."""
     reasons = dict(NOT_MEASURED)
     for peer in choose(full=True, rare=True):
         if peer not in measured and not peer.ours and peer.name != FREE:
-            if peer.rare and not any(one.rare for one in measured):
+            if peer.rare and not rare:
                 reasons[peer.name] = "exchanges too rarely to be timed here"
                 continue
             alone = peer.launcher == "mpirun" and not network
@@ -126,10 +126,17 @@ def partial(options: argparse.Namespace) -> bool:
 
 
 def finish(
-    name: str, text: str, options: argparse.Namespace, *, where: str, measured: Sequence[Peer], network: bool = True
+    name: str,
+    text: str,
+    options: argparse.Namespace,
+    *,
+    where: str,
+    measured: Sequence[Peer],
+    network: bool = True,
+    rare: bool = False,
 ) -> None:
     """Limits, machine and versions below the text; printed, and written unless it was quick or a part only."""
-    name, others = here(name, where), absent(measured, network=network)
+    name, others = here(name, where), absent(measured, network=network, rare=rare)
     whole = f'<a id="{name}"></a>\n\n{text.strip()}\n\n{others}\n\n{LIMITS}\n\n{where}; {versions()}.'
     publish(name, whole, quick=partial(options))
 

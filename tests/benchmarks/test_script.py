@@ -18,12 +18,22 @@ def test_a_peer_under_mpirun_is_left_out_for_the_reason_that_holds(
     network: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers.Peer, "missing", lambda self: None)
-    assert f"{HEAT.name} ({reason}" in absent([], network=network)
+    assert f"{HEAT.name} ({reason}" in absent([], network=network, rare=False)
 
 
 def test_a_peer_that_is_not_installed_is_left_out_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.Peer, "missing", lambda self: "not installed" if self.needs else None)
-    assert f"{HEAT.name} (not installed)" in absent([], network=False)
+    assert f"{HEAT.name} (not installed)" in absent([], network=False, rare=False)
+
+
+@pytest.mark.parametrize(
+    ("rare", "reason"), [(False, "exchanges too rarely to be timed here"), (True, "left out for time")]
+)
+def test_a_peer_that_exchanges_rarely_is_left_out_for_that_only_where_none_such_is_measured(
+    rare: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers.Peer, "missing", lambda self: None)
+    assert f"torchft DiLoCo, period 64 ({reason})" in absent([], network=True, rare=rare)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (25.0, 2), (30.0, 3), (1000.0, 4)])
