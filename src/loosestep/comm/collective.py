@@ -19,6 +19,7 @@ import torch
 
 from loosestep.comm.base import CommError, Invitation, Kind, Landed, Member, Offer, Parcel, Pending, Scope
 from loosestep.comm.channel import Channel, ordered_sum
+from loosestep.comm.channels import Channels, have
 from loosestep.comm.state import flatten, unflatten
 from loosestep.comm.world import World
 from loosestep.topology import Topology
@@ -36,66 +37,6 @@ class Standing(NamedTuple):
     kind: float
     wide: float  # over the world, not the node
     checksum: float  # of its gradients of the round before
-
-
-class Channels:
-    """The groups of one thread: the world, the ranks of this node, and this rank's lane (None beyond the last lane).
-
-    `near_node`, `near_lane`: the same ranks, for values on their devices; None where those travel over the host.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        world: World,
-        nodes: Topology,
-        lanes: int,
-        near_node: bool = False,
-        near_lane: bool = False,
-    ) -> None:
-        rank, channel = world.rank, world.channels(name)
-        mates, index = nodes.mates(rank), nodes.local_index(rank)
-        self.lanes = lanes
-        self.world = channel(range(nodes.world))
-        self.node = self.world if len(nodes.nodes) == 1 else channel(mates)
-        self.lane: Channel | None = None
-        if index < lanes:
-            lane = nodes.lane(index)
-            self.lane = self.world if lane == self.world.ranks else channel(lane)
-        self.near_node = world.near_channel(name, mates) if near_node else None
-        self.near_lane = world.near_channel(name, self.lane.ranks) if near_lane and self.lane is not None else None
-        everything = (self.near_node, self.near_lane, self.world, self.node, self.lane)
-        self._distinct = {id(c): c for c in everything if c is not None}.values()
-        self._reported = (0, 0)
-        order = [mate for node in nodes.nodes for mate in node]
-        self._places = [order.index(mate) for mate in range(nodes.world)]  # of every rank among the rows of all nodes
-        self._even = len(nodes.nodes) == 1 or set(nodes.weights) == {lanes}
-
-    def tell(self, *numbers: float) -> torch.Tensor:
-        """Everybody's few numbers, row r from rank r. A node's rows meet in its memory and then travel along each lane: fewer
-        hops than a ring of all ranks, which is left for nodes of unequal size."""
-        if not self._even:
-            return self.world.gather(torch.tensor(numbers, dtype=torch.float64))
-        rows = torch.tensor(self.node.tell(*numbers), dtype=torch.float64)
-        if self.node is self.world:
-            return rows
-        return _have(self.lane).gather(rows).flatten(0, 1)[self._places]
-
-    def traffic(self) -> tuple[int, int]:
-        """Bytes sent since the last call: in all, and to other nodes."""
-        total = (sum(c.bytes_sent for c in self._distinct), sum(c.bytes_between_nodes for c in self._distinct))
-        new = (total[0] - self._reported[0], total[1] - self._reported[1])
-        self._reported = total
-        return new
-
-    def close(self) -> None:
-        for channel in self._distinct:
-            channel.close()
-
-    def abandon(self) -> None:
-        for channel in self._distinct:
-            channel.abandon()
 
 
 class Collective:
@@ -257,7 +198,7 @@ class Collective:
                 piece.copy_(ordered_sum(node.gather(piece).unbind(0)).div_(node.size))
         spread = 0.0
         if self._shards:
-            spread = self._average_lane(wire, _have(lane), delta=delta, outer=outer)
+            spread = self._average_lane(wire, have(lane), delta=delta, outer=outer)
         elif self._nodes != self.topology:
 
             def mean_of(piece: torch.Tensor) -> torch.Tensor:
@@ -402,7 +343,7 @@ class Collective:
             node.total(flat, lanes)
             flat.div_(self._contributors)
         elif self._shards:
-            lane = _have(lane)
+            lane = have(lane)
             flat.copy_(lane.mean(flat, None, len(set(self.present) & set(lane.ranks))))
         else:
             _mean_by_node(flat, node, lane, lanes=lanes, divisor=self._contributors)
@@ -419,7 +360,7 @@ class Collective:
         same local rank on the node of `root`."""
         channel = self._x.node if scope == "node" else self._x.world
         if self._shards and scope == "world":
-            channel = _have(self._x.lane)
+            channel = have(self._x.lane)
             root = channel.ranks[self.topology.node_of(root)]
         return self._exchanges.run(lambda: _broadcast(channel, state, channel.ranks.index(root)))
 
@@ -492,12 +433,6 @@ def _mean_by_node(flat: torch.Tensor, node: Channel, lane: Channel | None, *, la
 
 def _row(flat: torch.Tensor, row: int, rows: int) -> torch.Tensor:
     return flat.view(rows, -1)[row]
-
-
-def _have(lane: Channel | None) -> Channel:
-    """Sharded nodes are equally large: every rank has a lane."""
-    assert lane is not None
-    return lane
 
 
 def add_up(numbers: torch.Tensor) -> float:
