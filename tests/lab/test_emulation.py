@@ -121,6 +121,8 @@ def test_a_limit_can_change_while_the_lab_lives_and_counting_goes_on() -> None:
     with Lab(2, bandwidth="200mbit") as lab:
         lab.limit(0, "20mbit")
         assert measure(lab, 2.5e6).fills(20)
+        lab.limit(0, "100mbit")  # a new bucket, that counts from 0
+        assert lab.bytes()[0][1] == pytest.approx(2.5e6, rel=0.1)
         lab.limit(0, None)
         assert lab.bytes()[0][1] == pytest.approx(2.5e6, rel=0.1)
         assert measure(lab, 10e6).fills(200)
