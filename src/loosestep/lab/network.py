@@ -106,7 +106,7 @@ class Network:
 
     def limit(self, node: int, rate: int | None) -> None:
         """Change the rate of a node's cable, both ways."""
-        before = self._counted(node)
+        before = self._total(node)
         self._rates[node] = rate
         _inside(self._nodes[node], _reshape, INTERFACE, rate, self._pair_rates(node))
         _inside(self._switch, _reshape, f"p{node}", rate, {})
@@ -137,12 +137,16 @@ class Network:
 
     def bytes(self) -> list[tuple[int, int]]:
         """(sent, received) over each node's cable since the lab began."""
-        return [self._counted(node) for node in range(len(self))]
+        return [self._total(node) for node in range(len(self))]
+
+    def _total(self, node: int) -> tuple[int, int]:
+        earlier, counted = self._earlier[node], self._counted(node)
+        return earlier[0] + counted[0], earlier[1] + counted[1]
 
     def _counted(self, node: int) -> tuple[int, int]:
+        """Since the counters began, which is anew with every change of the limit."""
         sent = _inside(self._nodes[node], sent_through, INTERFACE)
-        received = _inside(self._switch, sent_through, f"p{node}")
-        return self._earlier[node][0] + sent, self._earlier[node][1] + received
+        return sent, _inside(self._switch, sent_through, f"p{node}")
 
     def pairs(self) -> dict[tuple[int, int], tuple[int, int, int]]:
         """Of the pairs with a limit of their own: (rate, bytes there, bytes back) since the last change of the limits."""
