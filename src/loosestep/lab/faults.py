@@ -84,12 +84,13 @@ class Schedule:
 
 
 class Slowdown:
-    """Lets a rank run for 1/factor of the time: of every cycle it is stopped for the rest."""
+    """Lets a rank run for 1/factor of the time: it is stopped for as long as what it ran calls for, which on busy cores is
+    more than it was meant to."""
 
     def __init__(self, job: Job, rank: int, factor: float) -> None:
         self._job = job
         self._rank = job.ranks[rank]
-        self._on = CYCLE / factor
+        self._factor = factor
         self._thread = threading.Thread(target=self._run, name="loosestep-lab-slow", daemon=True)
         self._thread.start()
 
@@ -98,7 +99,9 @@ class Slowdown:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._job.ended(self._on) and self._rank.returncode is None:
+        begun = time.monotonic()
+        while not self._job.ended(CYCLE / self._factor) and self._rank.returncode is None:
             self._rank.hold(self)
-            self._job.ended(CYCLE - self._on)
+            self._job.ended((self._factor - 1) * (time.monotonic() - begun))
             self._rank.let_go(self)
+            begun = time.monotonic()
