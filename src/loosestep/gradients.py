@@ -59,7 +59,7 @@ class Bucket:
         self.sizes = [local(param).numel() for param in params]
         self.padding = -(sum(self.sizes) + len(params)) % multiple
         self.padded = sum(self.sizes) + len(params) + self.padding
-        self.ready: set[int] = set()
+        self.missing = set(map(id, self.params))  # which have no gradient of this backward yet
         self.sent: Pending[None] | None = None
         self.done = 1.0  # the share of a backward that has produced this bucket and those before it
         self.checksum: float | None = None  # of the gradients before they are averaged; None: not wanted
@@ -267,8 +267,9 @@ class GradientAverager:
                 "a gradient arrived twice in one backward, after it was averaged: checkpoint with use_reentrant=False, or wrap "
                 "all but the last backward in run.no_sync()"
             )
-        bucket.ready.add(id(param))
-        self._send(complete_only=True)
+        bucket.missing.discard(id(param))
+        if not bucket.missing:
+            self._send_complete()
 
     def _begin(self) -> None:
         self._worked(0.0)
@@ -280,27 +281,40 @@ class GradientAverager:
         if self._open != "rank":
             self._comm.open_round(self._open, self._buckets[0].checksum or 0.0)
 
-    def _send(self, *, complete_only: bool) -> None:
-        assert self._open is not None
-        for bucket in self._buckets:
-            if bucket.sent is not None:
-                continue
-            if complete_only and len(bucket.ready) < len(bucket.params):
+    def _send_complete(self) -> None:
+        """In order, what backward has produced; the last bucket waits for its end, where nothing hides it."""
+        for bucket in self._buckets[:-1]:
+            if bucket.missing:
                 return
-            self._worked(bucket.done)
-            bucket.leave(stay=self._comm.stays(self._open))
-            bucket.sent = self._comm.reduce(bucket, self._open)
+            if bucket.sent is None:
+                self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        assert self._open is not None
+        self._leave(bucket)
+        bucket.sent = self._comm.reduce(bucket, self._open)
+
+    def _leave(self, bucket: Bucket) -> None:
+        assert self._open is not None
+        self._worked(bucket.done)
+        bucket.leave(stay=self._comm.stays(self._open))
 
     def _end(self) -> None:
         scope, start = self._open, self._comm.now()
         try:
-            if scope == "rank":
+            if scope is None or scope == "rank":
                 return
-            self._send(complete_only=False)
-            for bucket in self._buckets:
+            *others, last = self._buckets
+            for bucket in others:
+                if bucket.sent is None:
+                    self._send(bucket)
+            self._leave(last)
+            for bucket in others:
                 assert bucket.sent is not None
                 bucket.sent.wait()
                 bucket.arrive()
+            self._comm.reduce_here(last, scope)
+            last.arrive()
             self._rounds += 1
             if self._rounds >= 4:
                 self._buckets[0].checksum = None
@@ -308,7 +322,7 @@ class GradientAverager:
             self._open = None
             for bucket in self._buckets:
                 bucket.sent = None
-                bucket.ready.clear()
+                bucket.missing.update(map(id, bucket.params))
             self._waited(self._comm.now() - start)
 
 

@@ -145,22 +145,26 @@ def test_another_stream_than_the_default_one_is_followed(data):
 
 @pytest.mark.parametrize("spec", ["daso:period=2,delay=1", "adpsgd"])
 def test_a_model_that_was_away_between_steps_goes_on_and_one_that_stays_away_is_refused(spec, data):
-    model, expected = net(), plain(data, 12)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    run = loosestep.attach(model, optimizer, spec)
-    train(model, optimizer, run, 6, data)
-    model.cpu()
-    model.cuda()
-    train(model, optimizer, run, 6, data)
-    with run.consensus():
-        mean = model[1].running_var.clone()
-    assert spec == "adpsgd" or torch.equal(mean, expected[1].running_var)  # what gossip shows may be some steps old
-    assert torch.equal(model[1].running_var, expected[1].running_var)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+    model, stayed = net(), net()
+    runs = []
+    for trained in (stayed, model):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
+        runs.append(loosestep.attach(trained, optimizer, spec))
+        train(trained, optimizer, runs[-1], 6, data)
+        if trained is model:
+            model.cpu()
+            model.cuda()
+        train(trained, optimizer, runs[-1], 6, data)
+    here, away = runs
+    with here.consensus(), away.consensus():  # what gossip shows may be some steps old
+        assert spec == "adpsgd" or torch.equal(model[1].running_var, stayed[1].running_var)
+    assert torch.equal(model[1].running_var, stayed[1].running_var)
+    for ours, theirs in zip(model.parameters(), stayed.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+    here.finish()
     model.cpu()
     with pytest.raises(RuntimeError, match=r"was on cuda:0 when the run was attached and is on cpu now"):
-        run.finish()
+        away.finish()
 
 
 def test_one_copy_on_the_device_and_none_when_the_run_has_ended():

@@ -128,3 +128,46 @@ def test_a_sharded_model_is_never_made_to_wait_for_its_exchanges(spec, offload):
         assert folds > 0
         assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
         assert torch.equal(end, results[0][2])
+
+
+def learn_on_a_small_device(rank: int, spec: str):
+    """A share of the device that cannot hold the model: it lives on the host, one whole copy per node."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    size, depth = 2048, 24  # 403 MB of parameters
+    mesh, share = shard(rank), 192 << 20
+    torch.manual_seed(rank)
+    model = nn.Sequential(*(nn.Linear(size, size) for _ in range(depth)))
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(share / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(total, dtype=torch.uint8, device="cuda")
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+        x, losses = torch.randn(64, size, generator=torch.Generator().manual_seed(rank)).cuda(), []
+        torch.cuda.reset_peak_memory_stats()
+        with loosestep.attach(model, optimizer, spec, topology=PAIR, deadline=30) as run:
+            for _ in range(16):
+                optimizer.zero_grad()
+                loss = (model(x) - x).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            exchanges = run.stats["exchanges"]
+        peak = torch.cuda.max_memory_allocated()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return losses, exchanges, peak / total, whole(model)[:: 1 << 8].clone()
+
+
+@pytest.mark.parametrize("spec", ["daso:period=4,delay=2", "adpsgd:replica=node"])
+def test_a_model_larger_than_the_device_trains_with_offload(spec):
+    results = ranks(2, learn_on_a_small_device, spec=spec)
+    for losses, exchanges, peak, end in results:
+        assert exchanges > 0
+        assert peak < 0.5  # of the parameters: two layers and their gradients, nothing of ours
+        assert losses[-1] < 0.9 * losses[0]
+        assert torch.equal(end, results[0][3])

@@ -193,6 +193,9 @@ class Comm(Protocol):
     def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
         """Pack a parcel, overwrite it with its mean over the ranks that take part in the round, unpack it."""
 
+    def reduce_here(self, parcel: Parcel, scope: Scope) -> None:
+        """The same on the calling thread, after all that was sent before."""
+
     def broadcast_state(self, state: dict[str, Any], root: int, scope: Scope = "world") -> dict[str, Any]:
         """The nested plain state of rank `root`, tensors included, on every rank of the scope."""
 

@@ -266,6 +266,11 @@ class Collective:
 
         return self._gradients.submit(lambda: self._carry(parcel, scope))
 
+    def reduce_here(self, parcel: Parcel, scope: Scope) -> None:
+        """The same on the calling thread, after all that was sent before: nobody has to wake another thread up."""
+        assert self._gradients is not None
+        self._gradients.here(lambda: self._carry(parcel, scope))
+
     def stays(self, scope: Scope) -> bool:
         """Whether the gradients of such a round are averaged on the device that they are on."""
         return self._channels.near_node is not None and self._inside(scope)

@@ -18,6 +18,7 @@ class Stream:
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Pending[Any]] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._last: Pending[Any] | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"loosestep-{name}", daemon=True)
         self._thread.start()
@@ -28,6 +29,7 @@ class Stream:
         if self._closed:
             pending.fail(CommError("the run has ended; attach the model again to communicate"))
         else:
+            self._last = pending
             self._tasks.put((task, pending))
         return pending
 
@@ -36,6 +38,16 @@ class Stream:
         if threading.current_thread() is self._thread:
             return task()
         return self.submit(task).wait()
+
+    def here(self, task: Callable[[], T]) -> T:
+        """Do a task on the calling thread, the only one that submits, after everything that it has submitted."""
+        if self._last is not None:
+            self._last.wait()
+        try:
+            return task()
+        except BaseException as error:
+            self._error = error
+            raise
 
     def close(self, timeout: float) -> bool:
         """Finish what is queued and end the thread; false if it is still busy after `timeout`."""

@@ -161,6 +161,7 @@ class VirtualStream(Stream):
         self._clock, self._rank, self._name = clock, rank, name
         self._queued: deque[tuple[Callable[[], Any], Pending[Any]]] = deque()
         self._error: BaseException | None = None
+        self._last: Pending[Any] | None = None
         self._closed = False
         self._strand: Strand | None = None
         self._news, self._over = Gate(clock), Gate(clock)
@@ -171,6 +172,7 @@ class VirtualStream(Stream):
         if self._closed:
             pending.fail(CommError("the run has ended; attach the model again to communicate"))
             return pending
+        self._last = pending
         self._queued.append((task, pending))
         if self._strand is None:
             name = f"{self._name} of rank {self._rank}"
