@@ -2,7 +2,7 @@
 
     python benchmarks/claims.py
 
-Reads what the benchmarks leave in results/bench/ on a machine of this size; a claim without raw figures keeps its row.
+Reads what the benchmarks leave in results/bench/, on a machine of this size and on others; a claim without raw figures keeps its row.
 """
 
 from __future__ import annotations
@@ -145,17 +145,19 @@ def rounds(lines: Lines) -> str:
 
 
 def rows_of(readme: str, raw: Path, where: str) -> list[list[str]]:
-    """One row a claim, from its raw figures; where there are none, what was measured before stands."""
+    """One row a claim and size of machine, from its raw figures; where this machine has none, what was measured before stands."""
     before = measured_before(readme)
     rows = []
     for what, name, sentence in CLAIMS:
-        section = here(name, where)
-        file = raw / f"{section}.jsonl"
-        if file.exists():
-            lines = [json.loads(line) for line in file.read_text().splitlines()]
-            rows.append([f"{what} ({rounds(lines)})", sentence(lines), f"[table](benchmarks/RESULTS.md#{section})"])
-        else:
+        mine = here(name, where)
+        if not (raw / f"{mine}.jsonl").exists():
             rows.append([what, before.get(name, "not measured yet"), f"[table](benchmarks/RESULTS.md#{name})"])
+        for section in dict.fromkeys((mine, *sorted(file.stem for file in raw.glob(f"{name}-*-cores.jsonl")))):
+            if (raw / f"{section}.jsonl").exists():
+                lines = [json.loads(line) for line in (raw / f"{section}.jsonl").read_text().splitlines()]
+                larger = "" if section == mine else f", on {section.removeprefix(name + '-').replace('-', ' ')}"
+                link = f"[table](benchmarks/RESULTS.md#{section})"
+                rows.append([f"{what}{larger} ({rounds(lines)})", sentence(lines), link])
     return rows
 
 

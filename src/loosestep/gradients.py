@@ -91,13 +91,10 @@ class Bucket:
     @torch.no_grad()
     def leave(self, *, stay: bool = False) -> None:
         """Called where backward runs: gradients on an accelerator start their way to the host, or `stay` there."""
-        gradients = [param.grad for param in self.params]
-        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
-        self._used = [gradient is not None for gradient in gradients]
         self._stays = stay
         if not (stay or self.staging.remote):
             return
+        self._look()
         if self._near is None:
             self._near = self.staging.near(self.padded, self.params[0].dtype)
         torch._foreach_copy_(self.views(self._near)[:-1], self._dense())
@@ -117,12 +114,21 @@ class Bucket:
                 self.checksum = float(self._near[: sum(self.sizes)].sum(dtype=torch.float64))
             yield self._near
 
+    def _look(self) -> None:
+        """Which parameters have a gradient."""
+        gradients = [param.grad for param in self.params]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
+        self._used = [gradient is not None for gradient in gradients]
+
     def _dense(self) -> list[torch.Tensor]:
         return [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
 
     @torch.no_grad()
     def pack(self, into: torch.Tensor) -> None:
         """Gradients in; zeros and a zero flag where there is none."""
+        if not self.staging.remote:
+            self._look()
         *views, flags = self.views(into)
         flags.copy_(torch.tensor(self._used))
         size = sum(self.sizes)

@@ -50,6 +50,18 @@ def test_a_machine_of_another_size_has_figures_and_sections_of_its_own(tmp_path:
     ]
 
 
+def test_figures_of_a_larger_machine_stand_below_those_of_this_one(tmp_path: Path) -> None:
+    (tmp_path / "kill-16-cores.jsonl").write_text('{"peer": "torch DDP", "results": [[0, 0.0, "end"]]}\n')
+    rows = rows_of(README, tmp_path, "a processor, 2 cores, 24 GiB")
+    place = [row[0] for row in rows].index("One rank of four is killed")
+    assert rows[place][1] == "everybody goes on: a (0.1 s); b"
+    assert rows[place + 1] == [
+        "One rank of four is killed, on 16 cores (one round)",
+        "survivors go on (longest gap): none; peers: none",
+        "[table](benchmarks/RESULTS.md#kill-16-cores)",
+    ]
+
+
 def test_a_round_that_failed_does_not_decide_a_claim(tmp_path: Path) -> None:
     speeds = {
         "no communication": [100.0, 100.0, 100.0],
