@@ -1,5 +1,6 @@
 """Shared by all tests: helpers are importable by name; one thread computes, as on the ranks that results are compared with."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ HERE = Path(__file__).parent
 for folder in (HERE, HERE / "cluster"):
     sys.path.insert(0, str(folder))
 torch.set_num_threads(1)
+# torch asks for the name of every address it connects to: one second where a name server does not answer, not five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="module")

@@ -150,12 +150,15 @@ class GossipEngine:
     def _cross(self, tensors: Vector, way: Way) -> None:
         """y <- y + u; x <- y, in one of the mailbox's ways."""
         assert self._mailbox is not None
-        fold = way(self._mailbox, tensors)
+        self._note(way(self._mailbox, tensors))
+
+    def _note(self, fold: Fold, late: int = 0) -> None:
+        """Tell what was folded, which reached the parameters so many steps late."""
         if not fold.skipped and fold.chunks:
             self.trace.emit(
                 "fold",
-                staleness=fold.staleness_mean,
-                staleness_max=fold.staleness_max,
+                staleness=fold.staleness_mean + late,
+                staleness_max=fold.staleness_max + late,
                 step=self._learner.state["step"],
                 seconds=fold.seconds,
             )

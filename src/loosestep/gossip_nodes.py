@@ -7,19 +7,44 @@ is gathered. A rank of another node that dies costs its own edges only; a rank o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
-from functools import reduce
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
 
 from loosestep.comm.base import Invitation, Kind, Offer, Parcel, Pending, Vector
 from loosestep.comm.collective import Collective
+from loosestep.comm.mailbox import Mailbox
+from loosestep.comm.shadow import Fold
+from loosestep.comm.world import simulated
 from loosestep.exchanges import align
 from loosestep.gossip import GossipEngine, Way, completely, write
 from loosestep.gradients import GradientAverager, Plain
-from loosestep.replica import Replica
+from loosestep.replica import Replica, Snapshot
 from loosestep.shards import is_dtensor, local, pieces, reshard
+from loosestep.trace.recorder import NoTape
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """A crossing that is complete: what it did, the gradient count that local rank 0 had heard, processor time."""
+
+    fold: Fold
+    heard: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A boundary on its way through the host: the step and the parameters that it is of, which become what they lack."""
+
+    step: int
+    begun: float
+    snapshot: Snapshot
+    sent: Pending[Crossed]
 
 
 class NodeGossipEngine(GossipEngine):
@@ -51,7 +76,7 @@ class NodeGossipEngine(GossipEngine):
         self._comm = Collective(
             self._inner, self._inner.topology, trace=self.trace, averages_gradients=True, lanes=self._lanes
         )
-        self._comm.member = self
+        self._comm.member, self._comm.ready = self, self._is_back
         if self._mates > 1 and self._learner.inside == "plain":
             self.averager = GradientAverager(
                 self._learner.replica.params,
@@ -88,19 +113,26 @@ class NodeGossipEngine(GossipEngine):
         return [local(extra) for extra in self._statistics() if not self._is_owned(extra)]
 
     def _vector(self) -> Vector:
-        """What all ranks of the node hold, as flat vectors, statistics and momentum last."""
-        extras = self._extras
-        if extras:
-            packed = torch.cat([extra.detach().reshape(-1).to("cpu", self._extra.dtype) for extra in extras])
-            self._extra[: packed.numel()] = packed
-        return [*self._common.snapshot(), self._extra]
+        """What all ranks of the node hold, as flat vectors, statistics and momentum last; in the memory kept for it."""
+        self._take_in()
+        return [*self._common.snapshot(), self._pack_extras(self._extra)]
+
+    def _pack_extras(self, into: torch.Tensor) -> torch.Tensor:
+        if extras := self._extras:
+            packed = torch.cat([extra.detach().reshape(-1).to("cpu", into.dtype) for extra in extras])
+            into[: packed.numel()] = packed
+        return into
 
     def _shared_vector(self) -> Vector:
         """The same with the mean of the statistics of this node's ranks, which see different data."""
-        vector, size = self._vector(), sum(buffer.numel() for buffer in self._learner.replica.floating)
+        vector = self._vector()
+        self._average_statistics()
+        return vector
+
+    def _average_statistics(self) -> None:
+        size = sum(buffer.numel() for buffer in self._learner.replica.floating)
         if size and self._mates > 1:
             self._comm.average(Offer(vector=[], buffers=self._extra[:size], form="mean"))
-        return vector
 
     def _pieces(self, vector: Vector) -> Vector:
         """What this rank gossips about: its shards, where they are, and its pieces of the vector. Shards alone are on one
@@ -109,23 +141,25 @@ class NodeGossipEngine(GossipEngine):
         split = vector if self._splits or not self._holds else []
         return [*map(local, self._owned), *(flat.view(self._lanes, -1)[self._shard] for flat in split)]
 
-    def _share(self, vector: Vector) -> None:
+    def _share(self, vector: Vector) -> int:
         """Every rank's pieces of the vector, on every rank of the node; and the gradient count that local rank 0 has heard,
         in the place of a loss, so that all ranks of the node go by the same."""
         landed = self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean", losses=self._count()))
-        self._heard = int(landed.loss_sum)
+        return int(landed.loss_sum)
 
     def _count(self) -> tuple[float, int]:
         """The gradient count that this rank has heard, if it is the one whose count its node goes by; and how many they are."""
         return (self._mailbox.global_steps, 1) if self._mailbox is not None and self._shard == 0 else (0.0, 0)
 
-    def _share_count(self) -> None:
+    def _hear_count(self) -> None:
         """The same count where nothing else is shared at a boundary: in the background, so it is of the boundary before."""
         if self._counting is not None:
             count, shared = self._counting
             shared.wait()
             self._heard = round(float(count[0] / count[1]))  # a mean, of however many ranks
         self._heard += self._mates  # this step's
+
+    def _tell_count(self) -> None:
         count = self._blank_count()
         count[:2] = torch.tensor(self._count())
         self._comm.open_round("node", 0.0)
@@ -142,9 +176,103 @@ class NodeGossipEngine(GossipEngine):
         """y <- y + u; x <- y for the own shard, then all shards of the node: shared at every step, so folded at every step."""
         if not self._splits:
             super().fold()
-            return
+        elif self._defers:
+            self._fold_in_passing()
+        else:
+            self._comm.invite()
+            self._land(completely)
+
+    # The same where the parameters are on an accelerator: in passing, so that the compute thread never waits. Now and then,
+    # at a boundary that all ranks of the node agree on,
+    #
+    #     compute thread:         x <- x + d;  begin to copy x to the host
+    #     communication thread:   y <- y + u for the own shard;  d <- y - x;  all shards of d
+    #
+    # They agree by what they tell each other anyway at the beginning of a round of gradients: who is back.
+
+    @cached_property
+    def _defers(self) -> bool:
+        """Not where somebody wants each step's values at that step, and not for what is held elsewhere or rounded."""
+        strategy, replica = self._strategy, self._learner.replica
+        return (
+            replica.staging.remote
+            and isinstance(self._learner.tape, NoTape)
+            and simulated.get() is None
+            and strategy.max_staleness is None
+            and not strategy.average_momentum
+            and not self._owned
+            and all(param.element_size() >= 4 for param in replica.params)
+        )
+
+    def _is_back(self) -> bool:
+        """Whether the last crossing is complete, and was long enough ago for what it cost."""
+        crossing = self._crossing
+        if crossing is None or not crossing.sent.done():
+            return crossing is None
+        return time.monotonic() - crossing.begun >= crossing.sent.wait().seconds / self._fold_share
+
+    def _all_are_back(self) -> bool:
+        if self._mates == 1:
+            return self._is_back()
+        ready, self._comm.all_ready = self._comm.all_ready, False
+        return ready
+
+    def _fold_in_passing(self) -> None:
+        if self._mailbox is not None:
+            assert isinstance(self._mailbox, Mailbox)
+            self._mailbox.step()
+        counts = self.averager is None and self._mates > 1  # nothing else makes them meet
+        if counts:
+            self._hear_count()
+        else:
+            self._heard += self._mates
+        if len(self._comm.present) < self._mates:
+            self._comm.invite()
+            self._land(lambda box, tensors: box.settle(tensors))
+        elif self._all_are_back():
+            self._take_in()
+            self._send_off()
+        if counts:
+            self._tell_count()
+
+    def _send_off(self) -> None:
+        snapshot, step = self._common.stage(), int(self._learner.state["step"])
+        self._crossing = Crossing(
+            step, time.monotonic(), snapshot, self._comm.aside(lambda: self._pass(snapshot, step))
+        )
+
+    def _pass(self, snapshot: Snapshot, step: int) -> Crossed:
+        """On the communication thread: the boundary of the snapshot, which becomes what it lacks."""
+        begun = time.thread_time()
+        snapshot.ready()
         self._comm.invite()
-        self._land(completely)
+        size = snapshot.buffers.numel()
+        self._extra[:size] = snapshot.buffers
+        self._average_statistics()
+        fold, vector = Fold(), [*snapshot.vector, self._extra]
+        if self._mailbox is not None:
+            assert isinstance(self._mailbox, Mailbox)
+            mine = [flat.view(self._lanes, -1)[self._shard] for flat in vector]
+            before = [flat.clone() for flat in mine[:-1]]
+            fold = self._mailbox.settle(mine, step=step)
+            torch._foreach_sub_(mine[:-1], before)
+        heard = self._share(vector)
+        torch.sub(self._extra[:size], snapshot.buffers, out=snapshot.buffers)
+        return Crossed(fold, heard, time.thread_time() - begun)
+
+    def _take_in(self) -> None:
+        """x <- x + d of the last crossing."""
+        crossing, self._crossing = self._crossing, None
+        if crossing is None:
+            return
+        crossed, floors = crossing.sent.wait(), self._floors()
+        self._common.fold(crossing.snapshot.vector)
+        self._common.fold_buffers(crossing.snapshot.buffers)
+        self._keep_positive(floors)
+        self._heard = max(self._heard, crossed.heard)
+        self._note(crossed.fold, late=self._learner.state["step"] - crossing.step)
+
+    _crossing: Crossing | None = None
 
     def _publish(self) -> None:
         if not self._splits:
@@ -167,7 +295,7 @@ class NodeGossipEngine(GossipEngine):
         if self._mailbox is not None:
             self._cross(self._pieces(vector), way)
         start = self.trace.clock()
-        self._share(vector)
+        self._heard = self._share(vector)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="node")
         self._adopt(vector)
         self._keep_positive(floors)
@@ -180,7 +308,8 @@ class NodeGossipEngine(GossipEngine):
         self._comm.step = self._learner.state["step"] + 1
         super().boundary()
         if not self._splits:
-            self._share_count()
+            self._hear_count()
+            self._tell_count()
 
     def exchange(self, round_number: int) -> None:
         """Local ranks beyond the last lane have nobody to talk to."""
@@ -194,11 +323,12 @@ class NodeGossipEngine(GossipEngine):
         return self._swap_in()
 
     def _swap_in(self) -> Callable[[], None]:
-        stash, held = [flat.clone() for flat in self._vector()], [local(tensor).clone() for tensor in self._owned]
+        stash = [*self._common.snapshot(keep=False), self._pack_extras(torch.zeros_like(self._extra))]
+        held = [local(tensor).clone() for tensor in self._owned]
         mean = [flat.clone() for flat in stash]
         if self._mailbox is not None:
             write(self._pieces(mean), torch.from_numpy(self._mailbox.consensus(timeout=None)))
-        self._share(mean)
+        self._heard = self._share(mean)
         self._adopt(mean)
         self._floor_at_zero()
 
@@ -219,7 +349,7 @@ class NodeGossipEngine(GossipEngine):
         if self._mailbox is not None:
             self._require_sound(self._pieces(vector))
             self._mailbox.finish(self._pieces(vector))
-        self._share(vector)
+        self._heard = self._share(vector)
         self._adopt(vector)
         self._floor_at_zero()
         self._comm.close()

@@ -227,6 +227,16 @@ class Replica:
         for buffer, piece in zip(self.floating, packed.split([b.numel() for b in self.floating]), strict=False):
             buffer.copy_(piece.view(buffer.shape))
 
+    @torch.no_grad()
+    def fold_buffers(self, delta: torch.Tensor) -> None:
+        """b <- b + delta, which `stage` keeps; whoever folds sees to variances that must stay positive."""
+        if self._statistics is not None:
+            assert delta is self._statistics.host
+            if self.staging.remote:
+                self.staging.fetch([(self._statistics.host, self._statistics.near)])
+            torch._foreach_add_(self.floating, self._statistics.views)
+            self.staging.used()
+
     def wait_for_readers(self) -> None:
         """A GPU may still be fetching offloaded parameters from the host: before they are overwritten out of turn."""
         if self.sharded and not self.staging.remote and torch.cuda.is_initialized():

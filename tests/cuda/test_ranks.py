@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device import needs_cuda
+from device import needs_cuda, no_synchronisation
 from pool import ranks
 from torch import nn
 
@@ -61,6 +61,39 @@ def test_gossip_on_a_device_ends_with_equal_parameters(spec):
     assert torch.equal(results[0]["end"], results[1]["end"])
     assert results[0]["stats"]["folds"] + results[1]["stats"]["folds"] > 0
     assert results[0]["end"].isfinite().all()
+
+
+def gossip_without_a_wait(rank: int):
+    """Each rank is a node with a batch norm, whose boundaries go through the host."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(rank)).cuda()
+    losses = []
+
+    def learn(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = (model(x) - x[:, :4]).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+
+    with loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=Topology([[0], [1]]), deadline=20) as run:
+        learn(10)
+        with no_synchronisation():
+            learn(400)
+        folds = run.stats["folds"]
+    return torch.stack(losses).tolist(), folds, flat(model), model[1].running_var.cpu()
+
+
+def test_nodes_that_gossip_are_never_made_to_wait_for_the_device():
+    results = ranks(2, gossip_without_a_wait)
+    for losses, folds, end, variance in results:
+        assert folds > 0
+        assert losses[-1] < 0.5 * losses[0]
+        assert torch.equal(end, results[0][2])
+        assert (variance > 0).all()
 
 
 @pytest.mark.parametrize("spec", ["daso:period=2,delay=1", "allreduce"])

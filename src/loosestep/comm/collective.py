@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from loosestep.comm.base import CommError, Invitation, Kind, Landed, Member, Offer, Parcel, Pending, Scope
+from loosestep.comm.base import CommError, Invitation, Kind, Landed, Member, Offer, Parcel, Pending, Scope, T
 from loosestep.comm.channel import Channel, ordered_sum
 from loosestep.comm.channels import Channels, have
 from loosestep.comm.state import flatten, unflatten
@@ -37,6 +37,7 @@ class Standing(NamedTuple):
     kind: float
     wide: float  # over the world, not the node
     checksum: float  # of its gradients of the round before
+    ready: float  # with what it does beside
 
 
 class Collective:
@@ -86,6 +87,8 @@ class Collective:
         self._same = self._same_gradients = 0
         self._contributors = 1
         self.present = list(range(topology.world))  # the ranks whose gradients were averaged in the last round
+        self.ready: Callable[[], bool] = lambda: False  # asked at the beginning of a round, for all to know
+        self.all_ready = False  # whether each of them was, at the beginning of the last round
 
     def now(self) -> float:
         """Seconds on the run's clock."""
@@ -105,6 +108,10 @@ class Collective:
                 return self._average(offer, self._call(Kind.EXCHANGE, offer))
 
         return self._exchanges.run(now)
+
+    def aside(self, task: Callable[[], T]) -> Pending[T]:
+        """Do something on the thread of exchanges, in its turn: `invite`, `average` and the like, for which nobody waits."""
+        return self._exchanges.submit(task)
 
     def invite(self) -> None:
         """Start a round by hand: who waits at a lower kind joins, then everybody is here for `average` and the like."""
@@ -294,7 +301,7 @@ class Collective:
 
     def _enter(self, scope: Scope, checksum: float) -> None:
         self._report(self._channels)
-        mine = Standing(Kind.GRADIENTS, scope == "world", checksum)
+        mine = Standing(Kind.GRADIENTS, scope == "world", checksum, self.ready())
         channel = self._channels.node
         standings = self._stand(channel, mine)
         if scope == "world" and self._channels.world is not channel:
@@ -306,6 +313,7 @@ class Collective:
         same = len(present) > 1 and checksum != 0 and all(standing.checksum == checksum for standing in present)
         self._same_gradients = self._same_gradients + 1 if same else 0
         self.identical = self.identical or self._same_gradients >= 3
+        self.all_ready = all(standing.ready for standing in standings)
         self._took_part(standings, channel)
 
     def _took_part(self, standings: list[Standing], channel: Channel) -> None:
@@ -324,13 +332,13 @@ class Collective:
         """Join gradient rounds until the ranks of the channel have reached something else, and say what."""
         assert self.member is not None
         while True:
-            standings = self._stand(channel, Standing(kind, False, 0.0))
+            standings = self._stand(channel, Standing(kind, False, 0.0, False))
             top = Kind(int(max(standing.kind for standing in standings)))
             if top != Kind.GRADIENTS:
                 return top
             wide = any(standing.wide for standing in standings)
             if wide and channel is not self._channels.world:
-                standings = self._stand(self._channels.world, Standing(kind, False, 0.0))
+                standings = self._stand(self._channels.world, Standing(kind, False, 0.0, False))
             scope: Scope = "world" if wide else "node"
             self._took_part(standings, self._channels.world if wide else channel)
             self.missed = "world" if "world" in (scope, self.missed) else "node"

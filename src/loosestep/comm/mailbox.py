@@ -158,13 +158,7 @@ class Mailbox:
         """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share` of a core, or while nothing
         has landed a part of that: a large model folds less often than every step. With `force`, or once something that has
         landed, or would, is `within` steps old, it is not skipped, and complete when it returns."""
-        self._check()
-        now = time.monotonic()
-        self._courier.progress += 1
-        self._shadow.steps += 1
-        self._courier.stepped = now
-        if now - self._told > TELL:
-            self._tell(now)
+        now = self.step()
         unpublished = self._shadow.steps - self._shadow.published  # what lands next is as old as that
         if force or (within is not None and max(self._shadow.age, unpublished) >= within):
             return self._counted(self._shadow.settle, params, now)
@@ -173,16 +167,28 @@ class Mailbox:
             return Fold(skipped=True)
         return self._counted(self._shadow.boundary, params, now)
 
+    def step(self) -> float:
+        """A step was made, whose parameters come later: see `settle`. When it was made."""
+        self._check()
+        now = time.monotonic()
+        self._courier.progress += 1
+        self._shadow.steps += 1
+        self._courier.stepped = now
+        if now - self._told > TELL:
+            self._tell(now)
+        return now
+
     def publish(self, params: Sequence[torch.Tensor]) -> Fold:
         """y += u; x <- y before an exchange, unless the shadow holds this step's parameters already."""
         if self._shadow.published == self._shadow.steps or self._shadow.busy:
             return Fold(skipped=True)
         return self._counted(self._shadow.boundary, params, time.monotonic())
 
-    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u; x <- y, complete when it returns; not a step."""
+    def settle(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> Fold:
+        """y += u; x <- y, complete when it returns; not a step. `step`: after which x was this, the last one by default. Any
+        thread may call it, one at a time."""
         self._check()
-        return self._counted(self._shadow.settle, params, time.monotonic())
+        return self._counted(partial(self._shadow.settle, step=step), params, time.monotonic())
 
     def _counted(
         self, make: Callable[[Sequence[torch.Tensor]], Fold], params: Sequence[torch.Tensor], now: float

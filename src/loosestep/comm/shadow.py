@@ -255,14 +255,15 @@ class Shadow:
             return Fold(skipped=True)
         return self.relay.boundary(params)
 
-    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u;  x <- y, complete when it returns: chunk by chunk, each under the lock."""
+    def settle(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> Fold:
+        """y += u;  x <- y, complete when it returns: chunk by chunk, each under the lock. `step`: after which x was this, the
+        last one by default."""
         if self.relay is not None:
             return self.relay.settle(params)
         self.open_boundary(params)
         for chunk in range(self.chunks):
             self.cross(chunk)
-        return self.close_boundary(params)
+        return self.close_boundary(params, step=step)
 
     def freeze(self) -> tuple[Array, list[Span], Landings]:
         """The first half of a relay's boundary: what has landed belongs to the parameters from now on. The memory it is in,
@@ -310,14 +311,14 @@ class Shadow:
             part.crossed = self._opened
             boundary.landed.add(part.take())
 
-    def close_boundary(self, params: Sequence[torch.Tensor]) -> Fold:
+    def close_boundary(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> Fold:
         """The last part of a boundary: all chunks are crossed."""
         assert self._boundary is not None
         boundary, self._boundary = self._boundary, None
         boundary.views.write_back(params)
-        self.published = self.steps
+        self.published = self.steps if step is None else step
         self.note(pack(Kind.LANDED))
-        return boundary.landed.fold(self.steps, seconds=time.perf_counter() - boundary.begun)
+        return boundary.landed.fold(self.published, seconds=time.perf_counter() - boundary.begun)
 
     def assign(self, params: Sequence[torch.Tensor], flat: Array) -> None:
         """x <- flat and y <- flat: the parameters and the shadow become this vector."""

@@ -175,9 +175,9 @@ class VirtualMailbox(Mailbox):
             self._emit("distance", value=distance)
         return fold
 
-    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
+    def settle(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> Fold:
         """y += u; x <- y; not a step."""
-        return self.shadow.settle(params)
+        return self.shadow.settle(params, step=step)
 
     def publish(self, params: Sequence[torch.Tensor]) -> Fold:
         """Every boundary does it."""
