@@ -135,7 +135,7 @@ def learn_on_a_small_device(rank: int, spec: str):
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     size, depth = 2048, 16  # 269 MB of parameters
-    mesh, share = shard(rank), 160 << 20
+    mesh, share = shard(rank), 208 << 20
     torch.manual_seed(rank)
     model = nn.Sequential(*(nn.Linear(size, size) for _ in range(depth)))
     total = sum(p.numel() * p.element_size() for p in model.parameters())
