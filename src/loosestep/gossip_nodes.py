@@ -249,15 +249,12 @@ class NodeGossipEngine(GossipEngine):
         size = snapshot.buffers.numel()
         self._extra[:size] = snapshot.buffers
         self._average_statistics()
-        fold, vector = Fold(), [*snapshot.vector, self._extra]
+        mean, fold, vector = self._extra[:size].clone(), Fold(), [*snapshot.vector, self._extra]
         if self._mailbox is not None:
             assert isinstance(self._mailbox, Mailbox)
-            mine = [flat.view(self._lanes, -1)[self._shard] for flat in vector]
-            before = [flat.clone() for flat in mine[:-1]]
-            fold = self._mailbox.settle(mine, step=step)
-            torch._foreach_sub_(mine[:-1], before)
+            fold = self._mailbox.lift([flat.view(self._lanes, -1)[self._shard] for flat in vector], step=step)
         heard = self._share(vector)
-        torch.sub(self._extra[:size], snapshot.buffers, out=snapshot.buffers)
+        snapshot.buffers.neg_().add_(mean).add_(self._extra[:size])
         return Crossed(fold, heard, time.thread_time() - begun)
 
     def _take_in(self) -> None:

@@ -203,6 +203,52 @@ def test_boundary_keeps_the_local_update_and_lands_the_delta():
     torch.testing.assert_close(params[0], expected)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([[torch.float64], [torch.float32, torch.float64]]),
+    st.lists(st.tuples(st.sampled_from(["exchange", "step", "lift", "land"]), st.integers(0, 1)), max_size=40),
+)
+def test_what_a_copy_has_gained_may_be_added_later(dtypes, script):
+    """The mean of all learners is what they started from and have learnt, however many steps a copy was away."""
+    models = [
+        [torch.randn(6, generator=torch.Generator().manual_seed(end)).to(dtype) for dtype in dtypes] for end in (0, 1)
+    ]
+    shadows = [Shadow(params, chunk_bytes=8 * 5) for params in models]
+    away = [None, None]
+    total = sum(shadow.flat() for shadow in shadows)
+
+    def land(end):
+        for param, gained in zip(models[end], away[end] or [], strict=False):
+            param += gained
+        away[end] = None
+
+    for name, end in script:
+        if name == "exchange":
+            for chunk in range(shadows[0].chunks):
+                values = [shadow.read(chunk).value for shadow in shadows]
+                for mine, shadow in enumerate(shadows):
+                    shadow.move(chunk, 0.5, mine=values[mine], theirs=values[1 - mine], snapshot=shadow.published)
+        elif name == "step":
+            for param in models[end]:
+                param += 0.5
+            shadows[end].steps += 1
+            total = total + 0.5
+        elif name == "land":
+            land(end)
+        elif away[end] is None:
+            away[end] = [param.clone() for param in models[end]]
+            before = shadows[end].steps
+            fold = shadows[end].lift(away[end], step=before)
+            assert fold.staleness_max <= before
+            assert shadows[end].published == before
+    for end in (0, 1):
+        land(end)
+        shadows[end].boundary(models[end])
+        flat = torch.cat([param.double() for param in models[end]])
+        np.testing.assert_allclose(shadows[end].flat(), flat.numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(sum(s.flat() for s in shadows), total, rtol=0, atol=1e-12 if len(dtypes) == 1 else 1e-5)
+
+
 def test_staleness_counts_the_steps_from_snapshot_to_fold():
     params, shadow = learner(0)
     value, snapshot = shadow.read(0), shadow.steps

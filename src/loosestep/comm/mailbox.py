@@ -168,7 +168,7 @@ class Mailbox:
         return self._counted(self._shadow.boundary, params, now)
 
     def step(self) -> float:
-        """A step was made, whose parameters come later: see `settle`. When it was made."""
+        """A step was made, whose parameters come later: see `lift`. When it was made."""
         self._check()
         now = time.monotonic()
         self._courier.progress += 1
@@ -184,11 +184,16 @@ class Mailbox:
             return Fold(skipped=True)
         return self._counted(self._shadow.boundary, params, time.monotonic())
 
-    def settle(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> Fold:
-        """y += u; x <- y, complete when it returns; not a step. `step`: after which x was this, the last one by default. Any
-        thread may call it, one at a time."""
+    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u; x <- y, complete when it returns; not a step."""
         self._check()
-        return self._counted(partial(self._shadow.settle, step=step), params, time.monotonic())
+        return self._counted(self._shadow.settle, params, time.monotonic())
+
+    def lift(self, copy: Sequence[torch.Tensor], *, step: int) -> Fold:
+        """y += u with a copy of the x after some step, which becomes y - x. A communication thread may call it while the
+        compute thread calls nothing that folds."""
+        self._check()
+        return self._counted(partial(self._shadow.lift, step=step), copy, time.monotonic())
 
     def _counted(
         self, make: Callable[[Sequence[torch.Tensor]], Fold], params: Sequence[torch.Tensor], now: float

@@ -255,15 +255,22 @@ class Shadow:
             return Fold(skipped=True)
         return self.relay.boundary(params)
 
-    def settle(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> Fold:
-        """y += u;  x <- y, complete when it returns: chunk by chunk, each under the lock. `step`: after which x was this, the
-        last one by default."""
+    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u;  x <- y, complete when it returns: chunk by chunk, each under the lock."""
         if self.relay is not None:
             return self.relay.settle(params)
         self.open_boundary(params)
         for chunk in range(self.chunks):
             self.cross(chunk)
-        return self.close_boundary(params, step=step)
+        return self.close_boundary(params)
+
+    def lift(self, copy: Sequence[torch.Tensor], *, step: int) -> Fold:
+        """y += u with a copy of the parameters after some step, which becomes d = y - x: whoever adds d to the parameters,
+        however much later, has them take part as if they had been folded then."""
+        self.open_boundary(copy, step=step)
+        for chunk in range(self.chunks):
+            self.cross(chunk)
+        return self.close_boundary(copy)
 
     def freeze(self) -> tuple[Array, list[Span], Landings]:
         """The first half of a relay's boundary: what has landed belongs to the parameters from now on. The memory it is in,
@@ -291,9 +298,10 @@ class Shadow:
             self._base, self._spare = self._frozen, self._base
             self.published = step
 
-    def open_boundary(self, params: Sequence[torch.Tensor]) -> None:
-        """The first part of a boundary: from here on every chunk is crossed, in any order."""
-        self._boundary = _Boundary(self._views.of(params), time.perf_counter())
+    def open_boundary(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> None:
+        """The first part of a boundary: from here on every chunk is crossed, in any order. `step`: to `lift`."""
+        last, lifts = self.steps if step is None else step, step is not None
+        self._boundary = _Boundary(self._views.of(params), time.perf_counter(), step=last, lifts=lifts)
         with self.lock:
             self._opened += 1
             self._write(pack(Kind.BOUNDARY))
@@ -304,19 +312,21 @@ class Shadow:
         if boundary is None or part.crossed == self._opened:
             return
         with self.lock:
-            if part.dirty:
+            if boundary.lifts:
+                part.dirty = boundary.views.lift(chunk, part.dirty)
+            elif part.dirty:
                 part.dirty = boundary.views.fold(chunk)
             else:
                 boundary.views.adopt(chunk)
             part.crossed = self._opened
             boundary.landed.add(part.take())
 
-    def close_boundary(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> Fold:
+    def close_boundary(self, params: Sequence[torch.Tensor]) -> Fold:
         """The last part of a boundary: all chunks are crossed."""
         assert self._boundary is not None
         boundary, self._boundary = self._boundary, None
         boundary.views.write_back(params)
-        self.published = self.steps if step is None else step
+        self.published = boundary.step
         self.note(pack(Kind.LANDED))
         return boundary.landed.fold(self.published, seconds=time.perf_counter() - boundary.begun)
 
@@ -361,6 +371,8 @@ class _Boundary:
 
     views: _Views
     begun: float
+    step: int
+    lifts: bool
     landed: Landings = field(default_factory=Landings)
 
 
@@ -409,6 +421,18 @@ class _Views:
             x.copy_(exact)
             base.copy_(x)
             torch.sub(exact, base, out=delta)  # stays for the next fold
+        return any(x.dtype != base.dtype for x, base in zip(xs, bases, strict=True))
+
+    def lift(self, chunk: int, dirty: bool) -> bool:
+        """base = x + delta;  x = delta. Whether delta keeps something, as above."""
+        xs, bases, deltas = self._xs[chunk], self._bases[chunk], self._deltas[chunk]
+        torch._foreach_copy_(bases, xs)
+        if not dirty:
+            torch._foreach_zero_(xs)
+            return False
+        torch._foreach_copy_(xs, deltas)
+        torch._foreach_add_(bases, xs)
+        torch._foreach_sub_(deltas, xs)
         return any(x.dtype != base.dtype for x, base in zip(xs, bases, strict=True))
 
     def write_back(self, params: Sequence[torch.Tensor]) -> None:

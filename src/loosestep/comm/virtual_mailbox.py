@@ -175,9 +175,9 @@ class VirtualMailbox(Mailbox):
             self._emit("distance", value=distance)
         return fold
 
-    def settle(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> Fold:
+    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
         """y += u; x <- y; not a step."""
-        return self.shadow.settle(params, step=step)
+        return self.shadow.settle(params)
 
     def publish(self, params: Sequence[torch.Tensor]) -> Fold:
         """Every boundary does it."""
