@@ -7,15 +7,22 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from loosestep.comm.base import CommError, Pending
 
 T = TypeVar("T")
 
 
 class Stream:
-    """Runs tasks one after another on its own thread. After an error every later task fails with the same error."""
+    """Runs tasks one after another on its own thread. After an error every later task fails with the same error.
 
-    def __init__(self, name: str) -> None:
+    `narrow`: operations on tensors use this thread alone. Where a step computes on the same cores, threads that wait for each
+    other at every operation would wait for the communication too.
+    """
+
+    def __init__(self, name: str, *, narrow: bool = False) -> None:
+        self._narrow = narrow
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Pending[Any]] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._last: Pending[Any] | None = None
@@ -57,6 +64,8 @@ class Stream:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
+        if self._narrow:
+            _compute_alone()
         while (item := self._tasks.get()) is not None:
             task, pending = item
             try:
@@ -68,3 +77,13 @@ class Stream:
                 pending.fail(error)
             else:
                 pending.fulfil(value)
+
+
+def _compute_alone() -> None:
+    """Operations that this thread begins run on it alone; those of others, and of threads to come, as before."""
+    before = torch.get_num_threads()
+    if before > 1:
+        torch.set_num_threads(1)  # for this thread, and for those to come, which is taken back by one of them
+        restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+        restore.start()
+        restore.join()
