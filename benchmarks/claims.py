@@ -123,6 +123,8 @@ CLAIMS: list[tuple[str, str, Callable[[Lines], str]]] = [
     ("Slow links cost little: two nodes of two ranks, 500 Mbit/s, 4 MB", "throughput-main", throughput),
     ("The same at 50 Mbit/s", "throughput-bandwidth", beside("50 Mbit/s")),
     ("The same on four nodes of two ranks", "throughput-nodes", beside("4 nodes of 2 ranks")),
+    ("The same with 16 MB", "throughput-size", beside("16 MB")),
+    ("The same with 16 MB and real compute on the cores that communicate", "throughput-real", beside("16 MB")),
     *((f"Time to accuracy, {TITLES[task]}", f"time-to-accuracy-{task}", accuracy(task)) for task in PLANS),
     ("One rank of four is ten times slower", "stragglers", stragglers),
     ("One rank of four is killed", "kill", kill),
