@@ -238,7 +238,7 @@ class GradientAverager:
         self._rounds = 0
         self.backwards = 0  # since the last step; the engine counts from there
         self._buckets[0].checksum = 0.0  # of the first rounds, to notice ranks that see the same data
-        ready = torch.compiler.disable(self._ready)
+        ready, self._at_end = torch.compiler.disable(self._ready), torch.compiler.disable(self._end)
         self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in params]
 
     @contextmanager
@@ -283,7 +283,7 @@ class GradientAverager:
         self._open = self._scope()
         # A callback that is queued by a callback comes after those of DDP and fully_shard.
         at_end = torch.autograd.Variable._execution_engine.queue_callback
-        at_end((lambda: at_end(self._end)) if self._late else self._end)
+        at_end((lambda: at_end(self._at_end)) if self._late else self._at_end)
         if self._open != "rank":
             self._comm.open_round(self._open, self._buckets[0].checksum or 0.0)
 

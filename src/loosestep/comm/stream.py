@@ -58,7 +58,7 @@ class Stream:
 
     def close(self, timeout: float) -> bool:
         """Finish what is queued and end the thread; false if it is still busy after `timeout`."""
-        self._closed = True
+        self._closed, self._last = True, None
         self._tasks.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()

@@ -186,7 +186,7 @@ class VirtualStream(Stream):
 
     def close(self, timeout: float) -> bool:
         """Finish what is queued and end."""
-        self._closed = True
+        self._closed, self._last = True, None
         self._news.open()
         return self._strand is None or self._strand.ended or self._over.wait(timeout, why="a stream's end")
 
