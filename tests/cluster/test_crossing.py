@@ -19,13 +19,13 @@ from loosestep import Topology
 from loosestep.gossip_nodes import NodeGossipEngine
 from loosestep.replica import Replica
 
-SPEC = "adpsgd:replica=node"
+SPEC = "adpsgd:replica=node,cpu_share=1.0"
 
 
 @contextmanager
 def passing():
     """Inside, an engine that is opened crosses in passing, and as often as it can, as on an accelerator."""
-    with patch.object(NodeGossipEngine, "_defers", True), patch("loosestep.gossip.FOLDING", 20.0):
+    with patch.object(NodeGossipEngine, "_defers", True), patch("loosestep.gossip.FOLDING", 2.0):
         yield
 
 
@@ -180,8 +180,10 @@ def normalise(rank: int):
     ):
         norm.running_var.fill_(1.0 + rank)
         norm.eval()
-        step(100)
+        step(200)
+        dist.barrier()
         mean = norm.running_var.clone()
+        dist.barrier()
         norm.running_var.fill_(3.0 if rank < 2 else 0.1)
         step(100)
         norm.running_var.fill_(3.0 if rank < 2 else 0.1)
