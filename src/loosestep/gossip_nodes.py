@@ -76,7 +76,7 @@ class NodeGossipEngine(GossipEngine):
         self._comm = Collective(
             self._inner, self._inner.topology, trace=self.trace, averages_gradients=True, lanes=self._lanes
         )
-        self._comm.member, self._comm.ready = self, self._is_back
+        self._comm.member, self._comm.agrees = self, self._is_back
         if self._mates > 1 and self._learner.inside == "plain":
             self.averager = GradientAverager(
                 self._learner.replica.params,
@@ -214,8 +214,8 @@ class NodeGossipEngine(GossipEngine):
     def _all_are_back(self) -> bool:
         if self._mates == 1:
             return self._is_back()
-        ready, self._comm.all_ready = self._comm.all_ready, False
-        return ready
+        agreed, self._comm.all_agree = self._comm.all_agree, False
+        return agreed
 
     def _fold_in_passing(self) -> None:
         if self._mailbox is not None:
@@ -238,7 +238,7 @@ class NodeGossipEngine(GossipEngine):
     def _send_off(self) -> None:
         snapshot, step = self._common.stage(), int(self._learner.state["step"])
         self._crossing = Crossing(
-            step, time.monotonic(), snapshot, self._comm.aside(lambda: self._pass(snapshot, step))
+            step, time.monotonic(), snapshot, self._comm.submit(lambda: self._pass(snapshot, step))
         )
 
     def _pass(self, snapshot: Snapshot, step: int) -> Crossed:

@@ -219,9 +219,7 @@ class Replica:
         if not self._floating:
             return
         if self._statistics is not None and packed is self._statistics.host:
-            if self.staging.remote:
-                self.staging.fetch([(self._statistics.host, self._statistics.near)])
-            torch._foreach_copy_(self.floating, self._statistics.views)
+            torch._foreach_copy_(self.floating, self._bring_statistics(self._statistics))
             self.staging.used()
             return
         for buffer, piece in zip(self.floating, packed.split([b.numel() for b in self.floating]), strict=False):
@@ -232,10 +230,14 @@ class Replica:
         """b <- b + delta, which `stage` keeps; whoever folds sees to variances that must stay positive."""
         if self._statistics is not None:
             assert delta is self._statistics.host
-            if self.staging.remote:
-                self.staging.fetch([(self._statistics.host, self._statistics.near)])
-            torch._foreach_add_(self.floating, self._statistics.views)
+            torch._foreach_add_(self.floating, self._bring_statistics(self._statistics))
             self.staging.used()
+
+    def _bring_statistics(self, kept: Image) -> Vector:
+        """What `stage` keeps of the buffers, where they are."""
+        if self.staging.remote:
+            self.staging.fetch([(kept.host, kept.near)])
+        return kept.views
 
     def wait_for_readers(self) -> None:
         """A GPU may still be fetching offloaded parameters from the host: before they are overwritten out of turn."""

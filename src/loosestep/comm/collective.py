@@ -37,7 +37,7 @@ class Standing(NamedTuple):
     kind: float
     wide: float  # over the world, not the node
     checksum: float  # of its gradients of the round before
-    ready: float  # with what it does beside
+    agrees: float  # to what its engine would do at the next boundary
 
 
 class Collective:
@@ -87,8 +87,8 @@ class Collective:
         self._same = self._same_gradients = 0
         self._contributors = 1
         self.present = list(range(topology.world))  # the ranks whose gradients were averaged in the last round
-        self.ready: Callable[[], bool] = lambda: False  # asked at the beginning of a round, for all to know
-        self.all_ready = False  # whether each of them was, at the beginning of the last round
+        self.agrees: Callable[[], bool] = lambda: False  # asked at the beginning of a round, for all to know
+        self.all_agree = False  # whether each of them did, at the beginning of the last round
 
     def now(self) -> float:
         """Seconds on the run's clock."""
@@ -109,7 +109,7 @@ class Collective:
 
         return self._exchanges.run(now)
 
-    def aside(self, task: Callable[[], T]) -> Pending[T]:
+    def submit(self, task: Callable[[], T]) -> Pending[T]:
         """Do something on the thread of exchanges, in its turn: `invite`, `average` and the like, for which nobody waits."""
         return self._exchanges.submit(task)
 
@@ -301,7 +301,7 @@ class Collective:
 
     def _enter(self, scope: Scope, checksum: float) -> None:
         self._report(self._channels)
-        mine = Standing(Kind.GRADIENTS, scope == "world", checksum, self.ready())
+        mine = Standing(Kind.GRADIENTS, scope == "world", checksum, self.agrees())
         channel = self._channels.node
         standings = self._stand(channel, mine)
         if scope == "world" and self._channels.world is not channel:
@@ -313,7 +313,7 @@ class Collective:
         same = len(present) > 1 and checksum != 0 and all(standing.checksum == checksum for standing in present)
         self._same_gradients = self._same_gradients + 1 if same else 0
         self.identical = self.identical or self._same_gradients >= 3
-        self.all_ready = all(standing.ready for standing in standings)
+        self.all_agree = all(standing.agrees for standing in standings)
         self._took_part(standings, channel)
 
     def _took_part(self, standings: list[Standing], channel: Channel) -> None:

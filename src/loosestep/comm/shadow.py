@@ -267,10 +267,13 @@ class Shadow:
     def lift(self, copy: Sequence[torch.Tensor], *, step: int) -> Fold:
         """y += u with a copy of the parameters after some step, which becomes d = y - x: whoever adds d to the parameters,
         however much later, has them take part as if they had been folded then."""
-        self.open_boundary(copy, step=step)
-        for chunk in range(self.chunks):
-            self.cross(chunk)
-        return self.close_boundary(copy)
+        begun, views, landed = time.perf_counter(), self._views.of(copy), Landings()
+        for chunk, part in enumerate(self._chunks):
+            with self.lock:
+                part.dirty = views.lift(chunk, part.dirty)
+                landed.add(part.take())
+        self.published = step
+        return landed.fold(step, seconds=time.perf_counter() - begun)
 
     def freeze(self) -> tuple[Array, list[Span], Landings]:
         """The first half of a relay's boundary: what has landed belongs to the parameters from now on. The memory it is in,
@@ -298,10 +301,9 @@ class Shadow:
             self._base, self._spare = self._frozen, self._base
             self.published = step
 
-    def open_boundary(self, params: Sequence[torch.Tensor], *, step: int | None = None) -> None:
-        """The first part of a boundary: from here on every chunk is crossed, in any order. `step`: to `lift`."""
-        last, lifts = self.steps if step is None else step, step is not None
-        self._boundary = _Boundary(self._views.of(params), time.perf_counter(), step=last, lifts=lifts)
+    def open_boundary(self, params: Sequence[torch.Tensor]) -> None:
+        """The first part of a boundary: from here on every chunk is crossed, in any order."""
+        self._boundary = _Boundary(self._views.of(params), time.perf_counter())
         with self.lock:
             self._opened += 1
             self._write(pack(Kind.BOUNDARY))
@@ -312,9 +314,7 @@ class Shadow:
         if boundary is None or part.crossed == self._opened:
             return
         with self.lock:
-            if boundary.lifts:
-                part.dirty = boundary.views.lift(chunk, part.dirty)
-            elif part.dirty:
+            if part.dirty:
                 part.dirty = boundary.views.fold(chunk)
             else:
                 boundary.views.adopt(chunk)
@@ -326,9 +326,9 @@ class Shadow:
         assert self._boundary is not None
         boundary, self._boundary = self._boundary, None
         boundary.views.write_back(params)
-        self.published = boundary.step
+        self.published = self.steps
         self.note(pack(Kind.LANDED))
-        return boundary.landed.fold(self.published, seconds=time.perf_counter() - boundary.begun)
+        return boundary.landed.fold(self.steps, seconds=time.perf_counter() - boundary.begun)
 
     def assign(self, params: Sequence[torch.Tensor], flat: Array) -> None:
         """x <- flat and y <- flat: the parameters and the shadow become this vector."""
@@ -371,8 +371,6 @@ class _Boundary:
 
     views: _Views
     begun: float
-    step: int
-    lifts: bool
     landed: Landings = field(default_factory=Landings)
 
 
