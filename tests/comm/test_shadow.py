@@ -240,6 +240,8 @@ def test_what_a_copy_has_gained_may_be_added_later(dtypes, script):
             before = shadows[end].steps
             fold = shadows[end].lift(away[end], step=before)
             assert fold.staleness_max <= before
+            y = torch.cat([(x + d).double() for x, d in zip(models[end], away[end], strict=True)])
+            np.testing.assert_allclose(shadows[end].flat(), y.numpy(), rtol=0, atol=1e-6)  # others meet it at once
             assert shadows[end].published == before
     for end in (0, 1):
         land(end)
