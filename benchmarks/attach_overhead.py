@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
 from common import Spread, is_rank, leave, machine, options, publish, run_ranks, say, settings_of_rank, table
-from loosestep.trace.events import Trace
+from loosestep.events import Trace
 
 PLAIN, DDP = "plain loop", "torch DDP"
 VARIANTS = (PLAIN, DDP, "localsgd:period=1000000", "allreduce", "daso:period=4,delay=1", "daso:period=1000000,delay=1")

@@ -23,7 +23,7 @@ import xxhash
 import zmq
 
 from common import Spread, machine, publish, ratios, table
-from loosestep.comm.mailbox import Mailbox
+from loosestep.core.gossip.mailbox import Mailbox
 
 KEY = "a key that is only used to measure"
 MODES = ("raw TCP", "gloo", "mailbox", "mailbox, authenticated", "mailbox, encrypted")

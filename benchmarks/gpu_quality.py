@@ -25,8 +25,8 @@ import numpy as np
 
 import quality
 from common import Spread, ratios, table, write_section
-from loosestep.training.config import Config
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder.config import Config
+from loosestep.runfolder.folder import RunFolder
 from quality import JUDGED, Result, read_options, read_results, tell
 
 GPU = Path(__file__).with_name("GPU.md")

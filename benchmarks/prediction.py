@@ -31,10 +31,10 @@ from torch import nn
 import loosestep
 from common import SIMULATED, Spread, here, is_rank, leave, machine, publish, run_ranks, say, settings_of_rank, table
 from daso_throughput import SleepyLayer
-from loosestep.comm.shared import forget, open_slots
+from loosestep.core.collectives.shared_memory import forget, open_slots
 from loosestep.sim.cluster import Cluster
-from loosestep.sim.machine import Machine
-from loosestep.sim.timing import predict
+from loosestep.sim.predict.machine import Machine
+from loosestep.sim.predict.timing import predict
 
 LAYERS, WIDTH, COMPUTE, SLOWER, PERIOD = 8, 256, 0.1, 3.0, 4
 MEGABITS = [100, 300, 1000]
@@ -261,7 +261,7 @@ def section(lines: list[dict[str, Any]], machines: dict[str, Machine], settings:
         f"{settings['rounds']} rounds, {settings['steps']} steps each ({settings['slow_steps']} with a straggler) after {WARMUP} of "
         f"warm-up, the median group of a period's steps; emulated compute of {1000 * settings['stretch'] * COMPUTE:.0f} ms, a "
         f"model of {sum(SIZES) / 1e6:.1f} MB. A step is ranks / (gradients per second), so that "
-        f"gossip with a straggler has one too. Predicted: `loosestep.sim.timing.predict` with each rank's step time without "
+        f"gossip with a straggler has one too. Predicted: `loosestep.sim.predict.timing.predict` with each rank's step time without "
         f"communication and the machine as measured in the same rounds ({figures}). {where}."
     )
 

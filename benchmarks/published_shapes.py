@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from common import SIMULATED, machine, options, publish, table
 from loosestep import ADPSGD, DASO, DelayByOne, Topology
 from loosestep.sim.cluster import Cluster
-from loosestep.sim.machine import Machine
-from loosestep.sim.timing import Prediction, predict
+from loosestep.sim.predict.machine import Machine
+from loosestep.sim.predict.timing import Prediction, predict
 from loosestep.strategies import AllReduce, Strategy
 
 # A GPU that packs its own gradients and a network card that fetches them: no processor touches the bytes of a collective.

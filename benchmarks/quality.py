@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 from common import Spread, machine, table
 from loosestep import Cluster, launch
 from loosestep.recipes import find_recipe
-from loosestep.training.config import Config, read_config
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder.config import Config, read_config
+from loosestep.runfolder.folder import RunFolder
+from loosestep.training.on_virtual_ranks import simulate_run
 from loosestep.training.rank import own_device
-from loosestep.training.simulated import simulate_run
 
 SYNCHRONOUS = "synchronous"
 STRATEGIES = {

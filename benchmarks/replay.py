@@ -29,9 +29,9 @@ from torch import nn
 import loosestep
 from common import SIMULATED, Spread, machine, publish, table
 from loosestep import launch
-from loosestep.trace.player import RecordingEnds
-from loosestep.trace.recorder import Recorder, digest_of
-from loosestep.trace.recording import Kind, Recording
+from loosestep.record.format import Kind, Recording
+from loosestep.record.player import RecordingEnds
+from loosestep.record.recorder import Recorder, digest_of
 
 RANKS, SLOW, KILLED, KILL_AT, STEPS = 8, 3, 5, 15, 40
 STRATEGY = "adpsgd:topology=random-ring,rate=2,cpu_share=1.0"

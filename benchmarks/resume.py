@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from loosestep import checkpoint
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder import checkpoint
+from loosestep.runfolder.folder import RunFolder
 from loosestep.training.start import find_start
 
 LOOSESTEP = [sys.executable, "-c", "from loosestep.cli import main; main()"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loosestep._job import Job
+from loosestep.launch.processes import Job
 
 HERE = Path(__file__).parent
 for folder in (HERE, HERE / "cluster"):

@@ -11,7 +11,7 @@ import pytest
 
 import warm
 from loosestep import launch
-from loosestep._job import Job
+from loosestep.launch.processes import Job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server needs Linux")
 SCRIPT = """

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from loosestep._job import Job, Place, Rank
+from loosestep.launch.processes import Job, Place, Rank
 
 PR_SET_CHILD_SUBREAPER = 36
 _cold_spawn = Job._spawn

@@ -19,7 +19,7 @@ import torch._dynamo  # optimizers import it
 import torch.distributed.tensor  # noqa: F401
 
 import loosestep.training.rank  # noqa: F401
-from loosestep import _exec
+from loosestep.launch import become_rank
 
 
 def serve(connection: socket.socket) -> tuple[dict[str, Any], int]:
@@ -58,12 +58,12 @@ def _fork() -> int:
 
 
 def run(*, parent: int, namespace: str, hosts: str, folder: str, env: dict[str, str], command: list[str]) -> None:
-    """Do what `_exec.main` and a new interpreter would do."""
+    """Do what `become_rank.main` and a new interpreter would do."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    _exec.enter(parent, namespace, hosts)
+    become_rank.enter(parent, namespace, hosts)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as a new interpreter has them
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_IGN)

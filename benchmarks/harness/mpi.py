@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from loosestep._exec import CLONE_NEWNET, PR_SET_PDEATHSIG, add_hosts
-from loosestep._job import Job, Place
 from loosestep.lab import Lab
+from loosestep.launch.become_rank import CLONE_NEWNET, PR_SET_PDEATHSIG, add_hosts
+from loosestep.launch.processes import Job, Place
 from peers.base import name_this_node
 
 SIGKILL = 9

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from loosestep.attach import attach
-from loosestep.comm.base import CommError, LostPeer
+from loosestep.core.contracts import CommError, LostPeer
 from loosestep.mesh import node_mesh
 from loosestep.run import Run
 from loosestep.strategies import ADPSGD, DASO, AllReduce, DelayByOne, DiLoCo, LocalSGD, Strategy, strategy

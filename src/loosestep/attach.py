@@ -15,24 +15,24 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from loosestep.comm.collective import Collective
-from loosestep.comm.near import GRADIENTS, LANES, Reach, find_gpu, read_ways
-from loosestep.comm.world import World, open_world, simulated
-from loosestep.engine import Engine
-from loosestep.exchanges import CollectiveEngine
-from loosestep.gossip import GossipEngine
-from loosestep.gossip_nodes import NodeGossipEngine
-from loosestep.inside import Inside, averages_gradients, check_fit, check_gossip, look_inside
-from loosestep.learner import Learner
-from loosestep.replica import Replica
+from loosestep.core.collectives.collective import Collective
+from loosestep.core.collectives.nccl import GRADIENTS, LANES, Reach, find_gpu, read_ways
+from loosestep.core.engines.base import Engine
+from loosestep.core.engines.collective import CollectiveEngine
+from loosestep.core.engines.gossip import GossipEngine
+from loosestep.core.engines.learner import Learner
+from loosestep.core.engines.node_gossip import NodeGossipEngine
+from loosestep.core.engines.wrapped import Inside, averages_gradients, check_fit, check_gossip, look_inside
+from loosestep.core.replica.replica import Replica
+from loosestep.core.world import World, open_world, simulated
+from loosestep.record.format import Recording, RecordingError, rank_file
+from loosestep.record.player import Player, require_same
+from loosestep.record.recorder import NoTape, Recorder, Tape, make_header
+from loosestep.record.source import DEFAULT_FOLDER, Replay, current_replay
 from loosestep.run import Run
 from loosestep.strategies import ADPSGD, DelayByOne, Strategy
 from loosestep.strategies import strategy as read_strategy
 from loosestep.topology import Topology
-from loosestep.trace.player import Player, require_same
-from loosestep.trace.recorder import NoTape, Recorder, Tape, make_header
-from loosestep.trace.recording import Recording, RecordingError, rank_file
-from loosestep.trace.replay import DEFAULT_FOLDER, Replay, current_replay
 
 _attached: WeakSet[nn.Module] = WeakSet()
 _HOW = {"plain": "plain", "ddp": "wrapped in DistributedDataParallel", "shards": "sharded"}

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from loosestep.comm.world import open_world
+from loosestep.core.world import open_world
 from loosestep.topology import Topology
 
 

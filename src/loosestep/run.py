@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from loosestep.comm.base import CommError, LostPeer
-from loosestep.comm.world import World
-from loosestep.engine import Engine
-from loosestep.inside import hold_sync
-from loosestep.learner import Learner
-from loosestep.shards import local
-from loosestep.trace.recorder import digest_of
+from loosestep.core.contracts import CommError, LostPeer
+from loosestep.core.engines.base import Engine
+from loosestep.core.engines.learner import Learner
+from loosestep.core.engines.wrapped import hold_sync
+from loosestep.core.replica.shards import local
+from loosestep.core.world import World
+from loosestep.record.recorder import digest_of
 
 VERSION = 1
 

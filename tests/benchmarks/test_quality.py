@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import quality
-from loosestep.training.config import Config
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder.config import Config
+from loosestep.runfolder.folder import RunFolder
 
 CONFIG = Config(recipe="vision", strategy="daso")
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import warm
 from loosestep.cli import app
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder.folder import RunFolder
 from recipes.acoustic.test_data import write_mfc, write_wav
 from recipes.vision.test_data import write_npz
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cli.commands import TINY, loosestep
-from loosestep.training.folder import RunFolder
-from loosestep.training.outcome import Outcome
+from loosestep.report.outcome import Outcome
+from loosestep.runfolder.folder import RunFolder
 
 pytestmark = [pytest.mark.usefixtures("own_folder", "warm_ranks"), pytest.mark.slow]
 

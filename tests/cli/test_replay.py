@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from loosestep import checkpoint
 from loosestep.cli import app
-from loosestep.trace.recorder import Recorder, digest_of
-from loosestep.trace.recording import BEHIND, Kind, Recording, _bodies, rank_file
+from loosestep.record.format import BEHIND, Kind, Recording, _bodies, rank_file
+from loosestep.record.recorder import Recorder, digest_of
+from loosestep.runfolder import checkpoint
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"

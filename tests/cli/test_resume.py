@@ -11,11 +11,11 @@ import torch
 
 import warm
 from cli.commands import TINY, loosestep
-from loosestep import checkpoint
-from loosestep.checkpoint import Checkpoints
-from loosestep.training.config import Config
-from loosestep.training.folder import RunFolder
-from loosestep.training.outcome import Outcome
+from loosestep.report.outcome import Outcome
+from loosestep.runfolder import checkpoint
+from loosestep.runfolder.checkpoint import Checkpoints
+from loosestep.runfolder.config import Config
+from loosestep.runfolder.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
 

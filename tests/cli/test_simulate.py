@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loosestep.cli import app
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli.commands import TINY, loosestep
-from loosestep.training.config import Config
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder.config import Config
+from loosestep.runfolder.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
 

@@ -78,7 +78,7 @@ def build(
 
 def whole(model: nn.Module) -> torch.Tensor:
     """All trainable parameters, gathered on the host."""
-    from loosestep.shards import is_dtensor
+    from loosestep.core.replica.shards import is_dtensor
 
     params = [p.detach() for p in model.parameters() if p.requires_grad]
     return torch.cat([(p.full_tensor() if is_dtensor(p) else p).flatten() for p in params]).cpu()

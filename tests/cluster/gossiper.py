@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import loosestep
-from loosestep.comm.wire import HEADER_BYTES, Header, Kind
+from loosestep.core.messages.frames import HEADER_BYTES, Header, Kind
 
 parser = argparse.ArgumentParser()
 parser.add_argument("strategy")

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.distributed import FileStore, TCPStore
 
-from loosestep.comm.link import Timing
-from loosestep.comm.mailbox import Mailbox
-from loosestep.comm.wire import Kind
-from loosestep.graphs import Gossip
+from loosestep.core.gossip.mailbox import Mailbox
+from loosestep.core.gossip.peer import Timing
+from loosestep.core.messages.frames import Kind
+from loosestep.topology.graphs import Gossip
 
 WITH_VALUE = (Kind.REQUEST, Kind.REPLY)
 EXCHANGING = (*WITH_VALUE, Kind.ACK, Kind.PING)

@@ -20,8 +20,8 @@ from torch import nn
 
 import loosestep
 from loosestep import launch
-from loosestep.comm.base import LostPeer
-from loosestep.trace.player import RecordingEnds
+from loosestep.core.contracts import LostPeer
+from loosestep.record.player import RecordingEnds
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from loosestep.comm.near import NearChannel
+from loosestep.core.collectives.nccl import NearChannel
 
 
 def gloo(store: dist.Store, index: int, size: int) -> Any:
@@ -36,7 +36,7 @@ def near(rank: int, *, gpus: str = "own", **environment: str) -> Iterator[Counte
 
     with (
         patch("loosestep.attach.find_gpu", lambda device: identity),
-        patch("loosestep.comm.near.open_group", gloo),
+        patch("loosestep.core.collectives.nccl.open_group", gloo),
         patch.object(NearChannel, "_count", count),
         patch.dict(os.environ, environment),
     ):

@@ -16,8 +16,8 @@ from torch import nn
 
 import loosestep
 from loosestep import Topology
-from loosestep.gossip_nodes import NodeGossipEngine
-from loosestep.replica import Replica
+from loosestep.core.engines.node_gossip import NodeGossipEngine
+from loosestep.core.replica.replica import Replica
 
 SPEC = "adpsgd:replica=node,cpu_share=1.0"
 
@@ -25,7 +25,7 @@ SPEC = "adpsgd:replica=node,cpu_share=1.0"
 @contextmanager
 def passing():
     """Inside, an engine that is opened crosses in passing, and as often as it can, as on an accelerator."""
-    with patch.object(NodeGossipEngine, "_defers", True), patch("loosestep.gossip.FOLDING", 2.0):
+    with patch.object(NodeGossipEngine, "_defers", True), patch("loosestep.core.engines.gossip.FOLDING", 2.0):
         yield
 
 

@@ -6,7 +6,7 @@ from pool import ranks
 from torch import nn
 
 import loosestep
-import loosestep.comm.collective as collective
+import loosestep.core.collectives.collective as collective
 from loosestep import Topology
 
 GRID = [[0, 1], [2, 3]]

@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from loosestep import launch
-from loosestep.comm.wire import HEADER_BYTES, Header, Kind, Wire
+from loosestep.core.messages.frames import HEADER_BYTES, Header, Kind, Wire
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 SCRIPT = str(Path(__file__).parent / "gossiper.py")

@@ -9,7 +9,7 @@ from mailbox_gang import gang, said
 from mailbox_worker import start_vector
 from torch.distributed import HashStore
 
-from loosestep.comm.mailbox import Mailbox
+from loosestep.core.gossip.mailbox import Mailbox
 from loosestep.lab import leftovers
 from loosestep.lab.network import Network
 

@@ -3,9 +3,9 @@
 import pytest
 import replay_worker
 
+from loosestep.record.format import Kind, Recording
+from loosestep.record.player import RecordingEnds
 from loosestep.sim.driver import simulate
-from loosestep.trace.player import RecordingEnds
-from loosestep.trace.recording import Kind, Recording
 
 SLOW_AND_KILLED = {"slow": {1: 8}, "kill": {2: 25}}
 

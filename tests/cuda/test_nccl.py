@@ -16,11 +16,11 @@ from torch import nn
 
 import loosestep
 from loosestep import Topology
-from loosestep.comm.collective import Collective
-from loosestep.comm.near import NearChannel, find_gpu
-from loosestep.comm.world import open_world
-from loosestep.gradients import GradientAverager
-from loosestep.trace.events import Trace
+from loosestep.core.collectives.collective import Collective
+from loosestep.core.collectives.nccl import NearChannel, find_gpu
+from loosestep.core.engines.gradients import GradientAverager
+from loosestep.core.world import open_world
+from loosestep.events import Trace
 
 pytestmark = [
     needs_cuda,

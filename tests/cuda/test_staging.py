@@ -7,8 +7,8 @@ import torch
 from device import keep_busy, needs_cuda, no_synchronisation
 from torch import nn
 
-from loosestep.comm.shadow import Shadow
-from loosestep.replica import Replica
+from loosestep.core.gossip.shadow import Shadow
+from loosestep.core.replica.replica import Replica
 
 pytestmark = [needs_cuda, pytest.mark.timeout(60)]
 

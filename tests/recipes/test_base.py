@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from loosestep import checkpoint
 from loosestep.recipes import DatasetTask, Quality, RecipeError, Training, find_recipe
 from loosestep.recipes.base import list_options, option, parse_options
+from loosestep.runfolder import checkpoint
 
 
 @dataclass(frozen=True)

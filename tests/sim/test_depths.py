@@ -8,8 +8,8 @@ from torch import nn
 
 import loosestep
 from loosestep import Cluster, Topology, simulate
-from loosestep.sim.machine import Machine
-from loosestep.sim.timing import predict
+from loosestep.sim.predict.machine import Machine
+from loosestep.sim.predict.timing import predict
 
 IDEAL = Machine(copy=1e18, operation=0, message=0, meeting=0, payload=1, step=0, gossip=0)
 LAYERS, WIDTH, WARMUP, TIMED = 8, 128, 9, 16

@@ -9,11 +9,12 @@ import pool
 import pytest
 import torch
 
-from loosestep import Cluster, checkpoint
-from loosestep.checkpoint import CheckpointError, Checkpoints
+from loosestep import Cluster
 from loosestep.recipes import find_recipe
-from loosestep.training.folder import RunFolder
-from loosestep.training.simulated import simulate_run
+from loosestep.runfolder import checkpoint
+from loosestep.runfolder.checkpoint import CheckpointError, Checkpoints
+from loosestep.runfolder.folder import RunFolder
+from loosestep.training.on_virtual_ranks import simulate_run
 from loosestep.training.start import START, find_start, rearrange
 from training.trainees import final_model, tiny, train
 

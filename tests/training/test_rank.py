@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from loosestep.trace.recording import RecordingError
+from loosestep.record.format import RecordingError
+from loosestep.runfolder.config import Config
+from loosestep.runfolder.folder import RunFolder
 from loosestep.training import rank
-from loosestep.training.config import Config
-from loosestep.training.folder import RunFolder
 
 
 def test_a_recording_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pool
 
-from loosestep import checkpoint
-from loosestep.training.config import Config
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder import checkpoint
+from loosestep.runfolder.config import Config
+from loosestep.runfolder.folder import RunFolder
 from loosestep.training.loop import Trainer
 from loosestep.training.rank import train_rank
 

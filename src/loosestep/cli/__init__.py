@@ -5,7 +5,7 @@ import typer
 from loosestep.cli import lab, launch
 from loosestep.cli.compare import compare
 from loosestep.cli.demo import demo
-from loosestep.cli.guide import guide
+from loosestep.cli.help_text import guide
 from loosestep.cli.replay import replay
 from loosestep.cli.report import report
 from loosestep.cli.resume import resume

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from loosestep.cli import asked, completion
-from loosestep.cli.launch import gentle_end
-from loosestep.cli.running import (
+from loosestep.cli import completion
+from loosestep.cli import options as asked
+from loosestep.cli.common import (
     given_ranks,
     new_folder,
     one_line_errors,
@@ -30,14 +30,15 @@ from loosestep.cli.running import (
     settle,
     summary,
 )
+from loosestep.cli.launch import gentle_end
 from loosestep.cli.screen import spell_quality
 from loosestep.recipes import Task
-from loosestep.trace.report import columns, common_target, rows, write_report
-from loosestep.training.config import Config, TrainingError
-from loosestep.training.folder import RunFolder
+from loosestep.report.outcome import Outcome
+from loosestep.report.page import columns, common_target, rows, write_report
+from loosestep.runfolder.config import Config, TrainingError
+from loosestep.runfolder.folder import RunFolder
+from loosestep.training.learning_rate_search import search, split_strategies
 from loosestep.training.loop import starting_lr
-from loosestep.training.outcome import Outcome
-from loosestep.training.search import search, split_strategies
 from loosestep.training.watch import check_lab
 
 SHORTER = {"gradients/s": "grad/s", "MB/gradient": "MB/grad", "staleness": "stale"}  # a terminal has 80 columns

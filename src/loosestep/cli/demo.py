@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from loosestep.cli.common import one_line_errors, prepare, settle
 from loosestep.cli.compare import Comparison
 from loosestep.cli.launch import gentle_end, refuse
-from loosestep.cli.running import one_line_errors, prepare, settle
 from loosestep.cli.screen import spell_quality
 from loosestep.lab import Lab, LabError
-from loosestep.training.config import Config
-from loosestep.training.outcome import Outcome
-from loosestep.training.search import split_strategies
+from loosestep.report.outcome import Outcome
+from loosestep.runfolder.config import Config
+from loosestep.training.learning_rate_search import split_strategies
 
 NODES, RANKS_PER_NODE = 2, 2
 STRATEGIES = "allreduce,daso,adpsgd:topology=random-ring"

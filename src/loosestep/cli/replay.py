@@ -9,15 +9,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from loosestep.cli import asked
+from loosestep.cli import options as asked
+from loosestep.cli.common import one_line_errors, prepare
 from loosestep.cli.launch import gentle_end
-from loosestep.cli.running import one_line_errors, prepare
 from loosestep.cli.screen import Screen
-from loosestep.trace.player import changed_circumstances
-from loosestep.trace.recording import RecordingError
-from loosestep.trace.replay import Place, parse_place
-from loosestep.training.config import TrainingError
-from loosestep.training.folder import RunFolder
+from loosestep.record.format import RecordingError
+from loosestep.record.player import changed_circumstances
+from loosestep.record.source import Place, parse_place
+from loosestep.runfolder.config import TrainingError
+from loosestep.runfolder.folder import RunFolder
 from loosestep.training.replay import Comparison, read_recordings, replay_in_process, replay_run, require_place
 
 
@@ -66,7 +66,7 @@ def conclude(comparison: Comparison, console: Console) -> None:
         at = comparison.stopped
         console.print(
             f"rank {at['rank']} after step {at['step']}: loss [bold]{at['loss']:.6g}[/], parameters have the digest "
-            f"[bold]{at['digest']}[/]\nIts state: [bold]{escape(at['path'])}[/], to be read with loosestep.checkpoint.read",
+            f"[bold]{at['digest']}[/]\nIts state: [bold]{escape(at['path'])}[/], to be read with loosestep.runfolder.checkpoint.read",
             soft_wrap=True,
         )
         return

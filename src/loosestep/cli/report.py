@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from loosestep.cli.running import one_line_errors, summary
-from loosestep.trace.report import write_report
-from loosestep.training.config import TrainingError
-from loosestep.training.folder import RunFolder
-from loosestep.training.outcome import Outcome
+from loosestep.cli.common import one_line_errors, summary
+from loosestep.report.outcome import Outcome
+from loosestep.report.page import write_report
+from loosestep.runfolder.config import TrainingError
+from loosestep.runfolder.folder import RunFolder
 
 
 def report(

@@ -9,12 +9,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from loosestep.cli import asked
+from loosestep.cli import options as asked
+from loosestep.cli.common import as_given, conclude, given_ranks, one_line_errors, prepare, run_folder, train_as_given
 from loosestep.cli.launch import gentle_end
-from loosestep.cli.running import as_given, conclude, given_ranks, one_line_errors, prepare, run_folder, train_as_given
-from loosestep.training.config import Config, TrainingError
-from loosestep.training.folder import RunFolder
-from loosestep.training.outcome import Outcome
+from loosestep.report.outcome import Outcome
+from loosestep.runfolder.config import Config, TrainingError
+from loosestep.runfolder.folder import RunFolder
 from loosestep.training.start import find_start, rearrange
 
 

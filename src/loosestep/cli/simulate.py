@@ -10,18 +10,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loosestep.cli import asked
+from loosestep.cli import options as asked
+from loosestep.cli.common import conclude, new_folder, one_line_errors, prepare, report_so_far, settle
 from loosestep.cli.launch import gentle_end
-from loosestep.cli.running import conclude, new_folder, one_line_errors, prepare, report_so_far, settle
 from loosestep.cli.screen import Screen, spell_time
 from loosestep.lab import grammar
 from loosestep.recipes import Task
+from loosestep.runfolder.config import Config, TrainingError
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.driver import Simulation
-from loosestep.sim.timing import Prediction, predict
+from loosestep.sim.predict.timing import Prediction, predict
 from loosestep.topology import Topology
-from loosestep.training.config import Config, TrainingError
-from loosestep.training.simulated import measure_step, simulate_run
+from loosestep.training.on_virtual_ranks import measure_step, simulate_run
 from loosestep.training.watch import Ending
 
 

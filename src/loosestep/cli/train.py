@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from loosestep.cli import asked
-from loosestep.cli.launch import gentle_end
-from loosestep.cli.running import (
+from loosestep.cli import options as asked
+from loosestep.cli.common import (
     as_given,
     conclude,
     given_ranks,
@@ -21,9 +20,10 @@ from loosestep.cli.running import (
     settle,
     train_as_given,
 )
-from loosestep.topology import Launch
-from loosestep.training.config import Config, TrainingError
-from loosestep.training.folder import RunFolder
+from loosestep.cli.launch import gentle_end
+from loosestep.runfolder.config import Config, TrainingError
+from loosestep.runfolder.folder import RunFolder
+from loosestep.topology.launchers import Launch
 from loosestep.training.watch import check_lab
 
 

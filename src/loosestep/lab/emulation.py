@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from loosestep import launch
-from loosestep._exec import add_hosts
 from loosestep.lab import grammar, torchrun
 from loosestep.lab.faults import Announce, Schedule, Slowdown
 from loosestep.lab.grammar import Fault, Partition
@@ -28,6 +27,7 @@ from loosestep.lab.leftovers import MARK, new_mark
 from loosestep.lab.meeting import has_met
 from loosestep.lab.network import INTERFACE, Network
 from loosestep.launch import Job, Output, Place, Result
+from loosestep.launch.become_rank import add_hosts
 
 SLOW = "LOOSESTEP_SLOW"
 LAUNCHERS = ("loosestep", "torchrun")

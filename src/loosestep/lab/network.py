@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loosestep.lab.wire import Wire, open_tap
+from loosestep.lab.user_space_wire import Wire, open_tap
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loosestep import checkpoint
+from loosestep.runfolder import checkpoint
 
 from .errors import RecipeError
 

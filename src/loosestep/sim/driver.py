@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loosestep.comm.world import simulated
+from loosestep.core.world import simulated
 from loosestep.sim.clock import Killed
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.generators import Generators
-from loosestep.sim.stage import Moment, Stage
+from loosestep.sim.world import Moment, Stage
 from loosestep.topology import Topology
 
 MANY = 16  # ranks: with more, torch computes on one processor, for every rank's thread would get helpers of its own

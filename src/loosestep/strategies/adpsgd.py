@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from loosestep.graphs import TOPOLOGIES, Gossip
 from loosestep.strategies.base import Gossiping, State, Strategy, require, require_choice, require_count
+from loosestep.topology.graphs import TOPOLOGIES, Gossip
 
 
 @dataclass(frozen=True, kw_only=True)

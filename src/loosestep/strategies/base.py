@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from loosestep.comm.base import Landed, Outer, Scope, Vector
-from loosestep.replica import Replica
+from loosestep.core.contracts import Landed, Outer, Scope, Vector
+from loosestep.core.replica.replica import Replica
 
 State = dict[str, Any]
 

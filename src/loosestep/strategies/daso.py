@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from loosestep.comm.base import Landed, Scope
-from loosestep.replica import Replica
+from loosestep.core.contracts import Landed, Scope
+from loosestep.core.replica.replica import Replica
 from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count, require_delay
 
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from loosestep.comm.base import Landed, Vector
-from loosestep.replica import Replica
+from loosestep.core.contracts import Landed, Vector
+from loosestep.core.replica.replica import Replica
 from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice
 
 

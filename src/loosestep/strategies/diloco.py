@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from loosestep.replica import Replica
+from loosestep.core.replica.replica import Replica
 from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count, require_delay
 
 

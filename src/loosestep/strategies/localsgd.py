@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from loosestep.comm.base import Scope
+from loosestep.core.contracts import Scope
 from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count
 
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from loosestep import checkpoint
-from loosestep.checkpoint import Checkpoints, restore_model
 from loosestep.recipes import Schedule, Task, local_scale, schedules
 from loosestep.run import Run
+from loosestep.runfolder import checkpoint
+from loosestep.runfolder.checkpoint import Checkpoints, restore_model
+from loosestep.runfolder.config import Config, TrainingError
+from loosestep.runfolder.folder import Journal, RunFolder
 from loosestep.topology import Topology
-from loosestep.training.board import Board
-from loosestep.training.config import Config, TrainingError
-from loosestep.training.folder import Journal, RunFolder
+from loosestep.training.shared_losses import Board
 from loosestep.training.start import Start
 
 Tell = Callable[[dict[str, Any]], None]

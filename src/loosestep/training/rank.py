@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from loosestep.attach import attach
-from loosestep.checkpoint import CheckpointError, restore_model
-from loosestep.comm.base import CommError
-from loosestep.comm.values import ReplayError
+from loosestep.core.contracts import CommError
 from loosestep.recipes import RecipeError, find_recipe
+from loosestep.record.format import RecordingError, rank_file
+from loosestep.record.values import ReplayError
 from loosestep.run import Run
-from loosestep.topology import Launch, detect_launch
-from loosestep.trace.recording import RecordingError, rank_file
-from loosestep.training.compared import compared
-from loosestep.training.config import Config, TrainingError
-from loosestep.training.folder import Journal, RunFolder
+from loosestep.runfolder.checkpoint import CheckpointError, restore_model
+from loosestep.runfolder.config import Config, TrainingError
+from loosestep.runfolder.folder import Journal, RunFolder
+from loosestep.topology.launchers import Launch, detect_launch
+from loosestep.training.comparison import compared
 from loosestep.training.loop import Diverged, Tell, Trainer, describe_run
 from loosestep.training.start import Start, find_start
 from loosestep.training.watch import DIVERGED, MARK

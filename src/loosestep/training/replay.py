@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from loosestep import launch
-from loosestep.comm.base import CommError
-from loosestep.comm.values import ReplayError
+from loosestep.core.contracts import CommError
+from loosestep.record.format import Kind, Recording, RecordingError
+from loosestep.record.source import FOLDER, UNTIL, Place
+from loosestep.record.values import ReplayError
+from loosestep.runfolder.config import Config, TrainingError, read_config
+from loosestep.runfolder.folder import RunFolder
 from loosestep.sim.driver import simulate
-from loosestep.topology import Launch, Topology
-from loosestep.trace.recording import Kind, Recording, RecordingError
-from loosestep.trace.replay import FOLDER, UNTIL, Place
-from loosestep.training.config import Config, TrainingError, read_config
-from loosestep.training.folder import RunFolder
+from loosestep.topology import Topology
+from loosestep.topology.launchers import Launch
 from loosestep.training.rank import train_rank
 from loosestep.training.watch import Print, Show, explain, listener
 

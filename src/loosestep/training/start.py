@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from loosestep import checkpoint
-from loosestep.checkpoint import CheckpointError, Checkpoints
-from loosestep.training.config import Config, TrainingError
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder import checkpoint
+from loosestep.runfolder.checkpoint import CheckpointError, Checkpoints
+from loosestep.runfolder.config import Config, TrainingError
+from loosestep.runfolder.folder import RunFolder
 
 Warn = Callable[[str], None]
 START = "start"

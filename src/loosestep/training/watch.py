@@ -12,8 +12,8 @@ from typing import Any
 from loosestep import launch
 from loosestep.lab import Lab, LabError
 from loosestep.launch import Job, Output, Rank, describe
-from loosestep.training.config import Config, TrainingError
-from loosestep.training.folder import RunFolder
+from loosestep.runfolder.config import Config, TrainingError
+from loosestep.runfolder.folder import RunFolder
 
 MARK = "@loosestep "  # begins a line of a rank that is for the process that watches, not for the user
 DIVERGED = 3  # the exit code of a rank whose loss is no number any more

@@ -1,0 +1,1 @@
+"""The machinery that carries strategies out. Private: it may change with every release."""

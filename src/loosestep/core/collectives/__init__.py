@@ -1,0 +1,1 @@
+"""Collective communication: groups of ranks on torch.distributed. Private."""

@@ -1,0 +1,479 @@
+"""Collective communication on torch.distributed: exchanges of parameters and averages of gradients.
+
+Two threads, each with its own process groups: *exchanges* (slow, across nodes, in the background for several steps) and
+*gradients* (fast, inside the node, during backward). Every operation starts with a round in which the ranks tell each
+other what they are at; whoever is at a lower kind joins the higher one with what it has. That round, and whatever the
+host has to know, travels over the host always; gradients and vectors may stay on the devices (`near.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from loosestep.core.collectives.gloo import Channel, ordered_sum
+from loosestep.core.collectives.groups import Channels, have
+from loosestep.core.contracts import CommError, Invitation, Kind, Landed, Member, Offer, Parcel, Pending, Scope, T
+from loosestep.core.plain_state import flatten, unflatten
+from loosestep.core.world import World
+from loosestep.events import Trace
+from loosestep.topology import Topology
+
+PIECE = 1 << 20  # elements that travel at a time: bounds the extra memory
+SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, LANE, WIRE = range(9)  # the columns of an exchange's header
+Advance = Callable[[slice, torch.Tensor], torch.Tensor]  # what is made of a span's mean
+WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
+
+
+class Standing(NamedTuple):
+    """What a rank is at when gradients are averaged."""
+
+    kind: float
+    wide: float  # over the world, not the node
+    checksum: float  # of its gradients of the round before
+    agrees: float  # to what its engine would do at the next boundary
+
+
+class Collective:
+    """The `Comm` of every strategy that is no gossip."""
+
+    def __init__(
+        self,
+        world: World,
+        topology: Topology,
+        *,
+        trace: Trace,
+        averages_gradients: bool,
+        through: Topology | None = None,
+        lanes: int | None = None,
+        shards: bool = False,
+    ) -> None:
+        """`topology`: the replicas. `through`: where these are single ranks, the nodes that their averages go through, so
+        that a link carries a node's sum once and not every rank's own values."""
+        self.rank, self.topology = world.rank, topology
+        self._nodes = through or topology
+        self._shards = shards  # every rank of a node holds another part of the model: lanes have nothing to share
+        self.member: Member | None = None
+        self.step = 0  # the run keeps it current
+        self.part: tuple[int, int] | None = None
+        self.missed: Scope = "rank"  # the widest scope whose gradients were averaged without us since we last met
+        self.identical = False  # several replicas did exactly the same so far
+        self._pulse, self._trace, self._now = world.pulse, trace, world.now
+        weights = topology.weights
+        self._weights = None if len(set(weights)) == 1 else weights
+        self._total = len(weights) if self._weights is None else sum(weights)
+        nodes = self._nodes
+        lanes = lanes or nodes.lanes  # fewer when other nodes, which this comm does not know, are smaller
+        reach, mates = world.reach, nodes.mates(world.rank)
+        apart = reach is not None and reach.lanes
+        self._x = Channels(
+            "exchanges", world=world, nodes=nodes, lanes=lanes, near_node=apart and not shards, near_lane=apart
+        )
+        if lanes > 1 and nodes == topology and not shards:
+            self.part = self._x.node.row(lanes), lanes
+        self._g: Channels | None = None
+        if averages_gradients:
+            near = reach is not None and reach.gradients and len(mates) > 1 and reach.apart(mates)
+            self._g = Channels("gradients", world=world, nodes=nodes, lanes=lanes, near_node=near)
+        self._exchanges = world.stream("exchanges")
+        self._gradients = world.stream("gradients") if averages_gradients else None
+        self._sequence = 0
+        self._same = self._same_gradients = 0
+        self._contributors = 1
+        self.present = list(range(topology.world))  # the ranks whose gradients were averaged in the last round
+        self.agrees: Callable[[], bool] = lambda: False  # asked at the beginning of a round, for all to know
+        self.all_agree = False  # whether each of them did, at the beginning of the last round
+
+    def now(self) -> float:
+        """Seconds on the run's clock."""
+        return self._now()
+
+    # Exchanges of parameters ------------------------------------------------------------------------------------------
+
+    def all_reduce(self, offer: Offer) -> Pending[Landed]:
+        """Start one exchange of all replicas in the background."""
+        return self._exchanges.submit(lambda: self._exchange(offer))
+
+    def average(self, offer: Offer) -> Landed:
+        """Average now, every rank being here already (after `meet`, or while joining)."""
+
+        def now() -> Landed:
+            with offer.aside():
+                return self._average(offer, self._call(Kind.EXCHANGE, offer))
+
+        return self._exchanges.run(now)
+
+    def submit(self, task: Callable[[], T]) -> Pending[T]:
+        """Do something on the thread of exchanges, in its turn: `invite`, `average` and the like, for which nobody waits."""
+        return self._exchanges.submit(task)
+
+    def invite(self) -> None:
+        """Start a round by hand: who waits at a lower kind joins, then everybody is here for `average` and the like."""
+        self._exchanges.run(lambda: self._call(Kind.EXCHANGE, None))
+
+    def meet(self, kind: Kind) -> None:
+        """Wait until every rank is at `kind`, joining what the others do until then."""
+        served = self._gradients.submit(lambda: self._serve(kind)) if self._gradients and kind < Kind.GATHER else None
+        self._exchanges.submit(lambda: self._arrive(kind)).wait()
+        if served is not None:
+            served.wait()
+
+    def census(self, *numbers: float) -> list[list[float]]:
+        """Everybody's numbers, in rank order, every rank being here already."""
+        rows: list[list[float]] = self._exchanges.run(lambda: self._x.tell(*numbers)).tolist()
+        return rows
+
+    def _exchange(self, offer: Offer) -> Landed:
+        with offer.aside():
+            rows = self._call(Kind.EXCHANGE, offer)
+            if (rows[:, KIND] < Kind.EXCHANGE).any():
+                rows = self._call(Kind.EXCHANGE, offer)  # the joiners have their snapshots now, and better headers
+            self._compare(rows)
+            landed = self._average(offer, rows)
+        self._trace.emit("landed", seconds=landed.seconds)
+        return landed
+
+    def _arrive(self, kind: Kind) -> None:
+        assert self.member is not None
+        while True:
+            rows = self._call(kind, None)
+            host = rows[rows[:, KIND].argmax()].long().tolist()  # one of those at the highest kind
+            if host[KIND] == kind:
+                return
+            invitation = Invitation(Kind(host[KIND]), None if host[LANE] < 0 else host[LANE], WIRES[host[WIRE]])
+            self._trace.emit("join", round=invitation.kind.name.lower())
+            self.member.join(invitation)
+
+    def _call(self, kind: Kind, offer: Offer | None) -> torch.Tensor:
+        """Everybody's header; row r is rank r's."""
+        self._sequence += 1
+        row = [0.0] * 9
+        row[SEQUENCE], row[KIND], row[STEP], row[FINITE], row[LANE] = self._sequence, kind, self.step, 1, -1
+        if offer is not None:
+            offer.ready()
+            values = offer.vector if offer.part is None else [_row(tensor, *offer.part) for tensor in offer.vector]
+            checksum = sum(float(tensor.sum()) for tensor in values)  # may overflow where every value is finite
+            finite = math.isfinite(checksum) or all(bool(t.isfinite().all()) for t in values)
+            row[LOSS], row[COUNT] = float(offer.losses[0]), offer.losses[1]
+            row[FINITE], row[CHECKSUM] = finite, checksum if math.isfinite(checksum) else 0.0
+            row[LANE], row[WIRE] = -1 if offer.lane is None else offer.lane, WIRES.index(offer.wire)
+        rows = self._x.tell(*row)
+        ahead = rows[:, SEQUENCE] != self._sequence
+        if ahead.any():
+            raise CommError(f"rounds are out of step: {rows[:, SEQUENCE].tolist()}; please report this")
+        return rows
+
+    def _average(self, offer: Offer, rows: torch.Tensor) -> Landed:
+        start = self.now()
+        sick = (rows[:, FINITE] == 0).nonzero().flatten().tolist()
+        if sick:
+            raise CommError(
+                f"the parameters of rank {sick[0]} contain NaN or Inf at step {int(rows[sick[0], STEP])}: nothing was exchanged. "
+                "Lower the learning rate or clip gradients; the other ranks' parameters are intact"
+            )
+        with self._x.world.watched() if offer.near else nullcontext():
+            spread = sum(self._average_tensor(number, tensor, offer) for number, tensor in enumerate(offer.vector))
+        total = add_up(self._x.tell(spread))
+        buffers = self._average_buffers(offer.buffers)
+        self._report(self._x)
+        return Landed(
+            vector=offer.vector,
+            buffers=buffers,
+            loss_sum=add_up(rows[:, LOSS]),
+            loss_count=int(rows[:, COUNT].sum()),
+            distance=math.sqrt(max(total, 0.0) / self._total),
+            seconds=self.now() - start,
+            steps=rows[:, STEP].long().tolist(),
+        )
+
+    def _average_tensor(self, number: int, tensor: torch.Tensor, offer: Offer) -> float:
+        """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's part of the spread."""
+        outer = None if offer.outer is None else partial(offer.outer, number)
+        wire = tensor if offer.wire is None else tensor.to(offer.wire)
+        node, lane = self._x.node, self._x.lane
+        if offer.near:
+            node, lane = self._x.near_node or node, self._x.near_lane
+        delta, index = offer.form == "delta", node.index
+        if offer.settle and node.size > 1:
+            for piece in wire.split(PIECE):
+                piece.copy_(ordered_sum(node.gather(piece).unbind(0)).div_(node.size))
+        spread = 0.0
+        if self._shards:
+            spread = self._average_lane(wire, have(lane), delta=delta, outer=outer)
+        elif self._nodes != self.topology:
+
+            def mean_of(piece: torch.Tensor) -> torch.Tensor:
+                wide = piece.to(torch.promote_types(piece.dtype, torch.float32), copy=True)  # rounded once, at the end
+                return _mean_by_node(wide, node, lane, lanes=self._x.lanes, divisor=self._total)
+
+            spread = _average_pieces(wire, mean_of, grain=self._nodes.multiple, delta=delta, outer=outer)
+        elif offer.lane is None:
+            shards = wire.view(self._x.lanes, -1)
+            mine = shards[node.row(self._x.lanes)]
+            if lane is not None:
+                spread = self._average_lane(mine, lane, delta=delta, outer=outer)
+            if node.size > 1:
+                for piece in shards.split(PIECE, 1):
+                    node.share(piece)
+        else:
+            if index == offer.lane and lane is not None:
+                spread = self._average_lane(wire, lane, delta=delta)
+            node.broadcast(wire, root=offer.lane)
+        if wire is not tensor:
+            tensor.copy_(wire)
+        return spread
+
+    def _average_lane(self, flat: torch.Tensor, lane: Channel, *, delta: bool, outer: Advance | None = None) -> float:
+        """The replicas of a lane."""
+        weight = 1 if self._weights is None else self._weights[lane.index]
+
+        def mean_of(piece: torch.Tensor) -> torch.Tensor:
+            return lane.mean(piece, self._weights, self._total)
+
+        return weight * _average_pieces(flat, mean_of, grain=lane.size, delta=delta, outer=outer)
+
+    def _average_buffers(self, mine: torch.Tensor) -> torch.Tensor:
+        """Overwrite buffers with their mean over all ranks, inside the node first."""
+        if mine.numel() == 0:
+            return mine
+        total = ordered_sum(self._x.node.gather(mine).unbind(0))
+        if self._x.lane is not None and self._x.lane is not self._x.node:
+            total = ordered_sum(self._x.lane.gather(total).unbind(0))
+        if self._x.node.size > self._x.lanes:
+            self._x.node.broadcast(total, root=0)
+        return mine.copy_(total.div_(self.topology.world))
+
+    def _compare(self, rows: torch.Tensor) -> None:
+        """Replicas that are bit for bit the same three exchanges in a row have seen the same data."""
+        heads = rows[[node[0] for node in self.topology.nodes]]
+        same = (
+            len(heads) > 1
+            and bool((heads[:, CHECKSUM] == heads[0, CHECKSUM]).all())
+            and bool((heads[:, STEP] > 0).all())
+        )
+        self._same = self._same + 1 if same else 0
+        self.identical = self.identical or self._same >= 3
+
+    # Averages of gradients --------------------------------------------------------------------------------------------
+
+    def open_round(self, scope: Scope, checksum: float) -> None:
+        """A backward has begun: find out who takes part. `checksum` is of the gradients of the round before."""
+        assert self._gradients is not None
+        self._gradients.submit(lambda: self._enter(scope, checksum))
+
+    def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
+        """Pack a parcel, overwrite it with its mean over the ranks that take part in the round, unpack it."""
+        assert self._gradients is not None
+
+        return self._gradients.submit(lambda: self._carry(parcel, scope))
+
+    def reduce_here(self, parcel: Parcel, scope: Scope) -> None:
+        """The same on the calling thread, after all that was sent before: nobody has to wake another thread up."""
+        assert self._gradients is not None
+        self._gradients.here(lambda: self._carry(parcel, scope))
+
+    def stays(self, scope: Scope) -> bool:
+        """Whether the gradients of such a round are averaged on the device that they are on."""
+        return self._channels.near_node is not None and self._inside(scope)
+
+    def _inside(self, scope: Scope) -> bool:
+        return scope == "node" or len(self._nodes.nodes) == 1
+
+    def _carry(self, parcel: Parcel, scope: Scope) -> None:
+        node, near = self._channels.node, self._channels.near_node
+        if near is not None and parcel.flags is not None and self._inside(scope):
+            self._carry(parcel.flags, scope)  # everybody is here, so nobody will wait on the device
+            with near.watched(), parcel.aside() as flat:
+                near.total(flat, self._channels.lanes)
+                flat.div_(self._contributors)
+        elif self._inside(scope) and node.fits(parcel.flat):
+            node.through_memory(parcel, self._contributors)
+        else:
+            parcel.pack(parcel.flat)
+            self._reduce(parcel.flat, scope)
+            parcel.unpack([parcel.flat], 1)
+
+    def _enter(self, scope: Scope, checksum: float) -> None:
+        self._report(self._channels)
+        mine = Standing(Kind.GRADIENTS, scope == "world", checksum, self.agrees())
+        channel = self._channels.node
+        standings = self._stand(channel, mine)
+        if scope == "world" and self._channels.world is not channel:
+            channel = self._channels.world
+            standings = self._stand(channel, mine)
+        present = [standing for standing in standings if standing.kind == Kind.GRADIENTS]
+        if any(standing.wide != mine.wide for standing in present):
+            raise CommError("the ranks of a node disagree about whose gradients are averaged; please report this")
+        same = len(present) > 1 and checksum != 0 and all(standing.checksum == checksum for standing in present)
+        self._same_gradients = self._same_gradients + 1 if same else 0
+        self.identical = self.identical or self._same_gradients >= 3
+        self.all_agree = all(standing.agrees for standing in standings)
+        self._took_part(standings, channel)
+
+    def _took_part(self, standings: list[Standing], channel: Channel) -> None:
+        self.present = [r for r, other in zip(channel.ranks, standings, strict=True) if other.kind == Kind.GRADIENTS]
+        self._contributors = len(self.present)
+
+    def _serve(self, kind: Kind) -> None:
+        """While this rank waits at `kind`: add zeros to its peers' gradient rounds, in the node, then in the world."""
+        while True:
+            reached = self._serve_in(self._channels.node, kind)
+            reached = self._serve_in(self._channels.world, reached)
+            if reached == kind:
+                return
+
+    def _serve_in(self, channel: Channel, kind: Kind) -> Kind:
+        """Join gradient rounds until the ranks of the channel have reached something else, and say what."""
+        assert self.member is not None
+        while True:
+            standings = self._stand(channel, Standing(kind, False, 0.0, False))
+            top = Kind(int(max(standing.kind for standing in standings)))
+            if top != Kind.GRADIENTS:
+                return top
+            wide = any(standing.wide for standing in standings)
+            if wide and channel is not self._channels.world:
+                standings = self._stand(self._channels.world, Standing(kind, False, 0.0, False))
+            scope: Scope = "world" if wide else "node"
+            self._took_part(standings, self._channels.world if wide else channel)
+            self.missed = "world" if "world" in (scope, self.missed) else "node"
+            for parcel in self.member.blank_parcels():
+                self._carry(parcel, scope)
+
+    def _stand(self, channel: Channel, mine: Standing) -> list[Standing]:
+        """What every rank of the channel is at."""
+        told = self._channels.tell(*mine).tolist() if channel is self._channels.world else channel.tell(*mine)
+        return [Standing(*numbers) for numbers in told]
+
+    def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
+        node, lane, lanes = self._channels.node, self._channels.lane, self._channels.lanes
+        if self._inside(scope):
+            node.total(flat, lanes)
+            flat.div_(self._contributors)
+        elif self._shards:
+            lane = have(lane)
+            flat.copy_(lane.mean(flat, None, len(set(self.present) & set(lane.ranks))))
+        else:
+            _mean_by_node(flat, node, lane, lanes=lanes, divisor=self._contributors)
+
+    @property
+    def _channels(self) -> Channels:
+        assert self._g is not None
+        return self._g
+
+    # State, life and death --------------------------------------------------------------------------------------------
+
+    def broadcast_state(self, state: dict[str, Any], root: int, scope: Scope = "world") -> dict[str, Any]:
+        """The nested plain state of rank `root`, tensors included, on every rank of the scope; of shards, that of the
+        same local rank on the node of `root`."""
+        channel = self._x.node if scope == "node" else self._x.world
+        if self._shards and scope == "world":
+            channel = have(self._x.lane)
+            root = channel.ranks[self.topology.node_of(root)]
+        return self._exchanges.run(lambda: _broadcast(channel, state, channel.ranks.index(root)))
+
+    def close(self) -> None:
+        """End cleanly after `finish`: no thread, no descriptor left."""
+        for stream in filter(None, (self._exchanges, self._gradients)):
+            stream.close(timeout=10.0)
+        for channels in filter(None, (self._x, self._g)):
+            self._report(channels)
+            channels.close()
+        if self._pulse is not None:
+            self._pulse.leave()
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """End at once, tell the others why, wait for nobody."""
+        if self._pulse is not None:
+            self._pulse.hurt(CommError(f"the run was ended: {reason}"))
+            self._pulse.fail(reason, culprit)
+        ended = [stream.close(timeout=2.0) for stream in filter(None, (self._exchanges, self._gradients))]
+        for channels in filter(None, (self._x, self._g)):
+            channels.abandon()
+        self._trace.emit("abort", reason=reason, threads_ended=all(ended))
+
+    def _report(self, channels: Channels) -> None:
+        sent, between = channels.traffic()
+        if sent:
+            self._trace.emit("sent", bytes=sent, between_nodes=between)
+
+
+def _average_pieces(
+    flat: torch.Tensor,
+    mean_of: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    grain: int,
+    delta: bool,
+    outer: Advance | None,
+) -> float:
+    """Overwrite `flat` with the mean, or with what is missing to it, piece by piece, so that the extra memory is bounded;
+    how far the values were from it, squared."""
+    norms = []  # read at the end: on a device that is the only wait
+    length = max(PIECE // grain, 1) * grain
+    for begin, piece in zip(range(0, flat.numel(), length), flat.split(length), strict=True):
+        mean = mean_of(piece)
+        torch.sub(mean, piece, out=piece)
+        norms.append(torch.linalg.vector_norm(piece))
+        if outer is not None:
+            goal = outer(slice(begin, begin + piece.numel()), mean)
+            piece.add_(goal - mean)
+            mean = goal
+        if not delta:
+            piece.copy_(mean)
+    spread = 0.0
+    for norm in norms:
+        spread += float(norm) ** 2
+    return spread
+
+
+def _mean_by_node(flat: torch.Tensor, node: Channel, lane: Channel | None, *, lanes: int, divisor: int) -> torch.Tensor:
+    """In place: inside the node a sum for each lane, across nodes their means, then all of them inside the node."""
+    shards = flat.view(lanes, -1)
+    mine = shards[node.row(lanes)]
+    if node.size > 1:
+        mine.copy_(node.part(flat, lanes))
+    if lane is not None:
+        mine.copy_(lane.mean(mine, None, divisor))
+    if node.size > 1:
+        node.share(shards)
+    return flat
+
+
+def _row(flat: torch.Tensor, row: int, rows: int) -> torch.Tensor:
+    return flat.view(rows, -1)[row]
+
+
+def add_up(numbers: torch.Tensor) -> float:
+    """In order; Python's own `sum` compensates for rounding from 3.12 on, and would differ between versions."""
+    total = 0.0
+    for number in numbers.flatten().tolist():
+        total += number
+    return total
+
+
+def _broadcast(channel: Channel, state: dict[str, Any], root: int) -> dict[str, Any]:
+    """Structure as JSON, then every tensor: never pickle."""
+    sender = channel.index == root
+    plain, tensors = flatten(state) if sender else ("", [])
+    text = (
+        torch.frombuffer(bytearray(plain.encode()), dtype=torch.uint8) if sender else torch.empty(0, dtype=torch.uint8)
+    )
+    size = torch.tensor([text.numel()])
+    channel.broadcast(size, root)
+    if not sender:
+        text = torch.empty(int(size), dtype=torch.uint8)
+    channel.broadcast(text, root)
+    if sender:
+        for tensor in tensors:
+            channel.broadcast(tensor, root)
+        return state
+    plain = bytes(text.numpy()).decode()
+    received = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in json.loads(plain)["tensors"]]
+    for tensor in received:
+        channel.broadcast(tensor, root)
+    return dict(unflatten(plain, received))

@@ -1,0 +1,206 @@
+"""What a strategy and a run expect of communication, whatever carries it.
+
+An exchange is *offered* (a snapshot and what rides on it) and *lands* later. Rounds have a kind; all ranks of a round
+agree on it. A rank that is at a lower kind joins its peers' higher rounds with what it has, so nobody waits for a rank
+whose loader is shorter, and rounds are matched by their sequence number, never by step counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+
+from loosestep.core.replica.staging import nothing
+from loosestep.topology import Topology
+
+T = TypeVar("T")
+Vector = list[torch.Tensor]  # one flat tensor per dtype
+Scope = Literal["rank", "node", "world"]
+Outer = Callable[[int, slice, torch.Tensor], torch.Tensor]
+"""(number of the tensor, part of what this rank averages of it, mean) -> what the replicas become instead of the mean."""
+
+
+class Kind(IntEnum):
+    """The kinds of a round, lowest priority first: whoever is at a lower kind joins the higher one."""
+
+    FINISH = 0
+    CONSENSUS = 1
+    GATHER = 2  # all replicas become their mean (the start of a cool-down)
+    EXCHANGE = 3
+    GRADIENTS = 4
+
+
+class CommError(RuntimeError):
+    """Communication failed; the parameters are as they were before the exchange."""
+
+
+class LostPeer(CommError):
+    """A rank died, was cut off or left; `rank` says which."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class Pending(Generic[T]):
+    """A result that is on its way. `done()` never blocks; `wait()` returns the result or raises what went wrong."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether the result (or the error) is here."""
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait for the result; `TimeoutError` after `timeout` seconds."""
+        if not self._event.wait(timeout):
+            raise TimeoutError(f"nothing arrived within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def fulfil(self, value: T) -> None:
+        """Deliver the result."""
+        self._value = value
+        self._event.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Deliver an error; it is raised by `wait()`."""
+        self._error = error
+        self._event.set()
+
+
+@dataclass
+class Offer:
+    """What a replica puts into an exchange. `vector` and `buffers` are overwritten by the result.
+
+    `form`: the result is the mean itself or the delta `mean - vector`. `lane`: None shards the vector over all lanes,
+    a number sends it whole over that one. `wire`: the dtype that travels, None for the parameters' own. `settle`: the
+    ranks of a node differ, so they are averaged first. `ready`: waits until the values have come from the device.
+    `near`: the vector has stayed there and is averaged there, inside `aside`. `part`: the only row of the vector that holds
+    values, of so many; the exchange fills in the others. `outer`: what is made of the mean before it is used.
+    """
+
+    vector: Vector
+    buffers: torch.Tensor
+    form: Literal["mean", "delta"] = "delta"
+    lane: int | None = None
+    wire: torch.dtype | None = None
+    settle: bool = False
+    part: tuple[int, int] | None = None
+    outer: Outer | None = None
+    losses: tuple[torch.Tensor | float, int] = (0.0, 0)
+    ready: Callable[[], None] = nothing
+    near: bool = False
+    aside: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+@dataclass
+class Landed:
+    """The result of an exchange, the same numbers on every rank (vectors: on every rank of a node)."""
+
+    vector: Vector
+    buffers: torch.Tensor
+    loss_sum: float
+    loss_count: int
+    distance: float
+    seconds: float
+    steps: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """A round that others are at, and how its vectors travel."""
+
+    kind: Kind
+    lane: int | None = None
+    wire: torch.dtype | None = None
+
+
+class Member(Protocol):
+    """What communication asks of a run while its compute thread waits at a lower kind."""
+
+    def join(self, invitation: Invitation) -> None:
+        """Take part in a round of the others (called on the communication thread)."""
+
+    def blank_parcels(self) -> Iterable[Parcel]:
+        """Zeros in the shape of what its peers average, to take part without contributing."""
+
+
+class Parcel(Protocol):
+    """Something to be averaged: packed and unpacked on the communication thread, so that compute goes on."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Memory of its own, for ways of travelling that need it."""
+
+    def pack(self, into: torch.Tensor) -> None:
+        """Write what is to be averaged into a flat tensor."""
+
+    def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
+        """Use the sum of the parts, in order, divided by the divisor."""
+
+    @property
+    def flags(self) -> Parcel | None:
+        """What the host has to know of a parcel that is averaged where it is; None if it cannot be."""
+
+    def aside(self) -> AbstractContextManager[torch.Tensor]:
+        """Its values where they are, to be overwritten; inside, the current stream is one beside the compute stream."""
+
+
+class Comm(Protocol):
+    """The protocol between a run and its peers."""
+
+    rank: int
+    topology: Topology
+    step: int
+    missed: Scope
+    identical: bool
+    member: Member | None
+    part: tuple[int, int] | None
+    """Row and number of rows: what this rank sends of a vector that is sharded over lanes; None for all of it."""
+
+    def now(self) -> float:
+        """The clock that events are stamped with."""
+
+    def all_reduce(self, offer: Offer) -> Pending[Landed]:
+        """Start one exchange of all replicas in the background."""
+
+    def average(self, offer: Offer) -> Landed:
+        """Average now, every rank being here already."""
+
+    def meet(self, kind: Kind) -> None:
+        """Wait until every rank is at `kind`, joining what the others do until then."""
+
+    def census(self, *numbers: float) -> list[list[float]]:
+        """Everybody's numbers, in rank order, every rank being here already."""
+
+    def open_round(self, scope: Scope, checksum: float) -> None:
+        """A backward has begun: find out who takes part in averaging its gradients."""
+
+    def stays(self, scope: Scope) -> bool:
+        """Whether the gradients of such a round are averaged on the device that they are on."""
+
+    def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
+        """Pack a parcel, overwrite it with its mean over the ranks that take part in the round, unpack it."""
+
+    def reduce_here(self, parcel: Parcel, scope: Scope) -> None:
+        """The same on the calling thread, after all that was sent before."""
+
+    def broadcast_state(self, state: dict[str, Any], root: int, scope: Scope = "world") -> dict[str, Any]:
+        """The nested plain state of rank `root`, tensors included, on every rank of the scope."""
+
+    def close(self) -> None:
+        """End cleanly: no thread, no descriptor left."""
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """End at once and tell the others why."""

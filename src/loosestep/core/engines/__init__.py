@@ -1,0 +1,1 @@
+"""Engines: each carries a kind of strategy's decisions out, step by step. Private."""

@@ -1,0 +1,362 @@
+"""The collective engine: exchanges that all replicas take part in, started and folded as the strategy says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from loosestep.core.contracts import Comm, Invitation, Kind, Landed, Offer, Outer, Parcel, Pending, Scope, Vector
+from loosestep.core.engines.gradients import GradientAverager, Plain
+from loosestep.core.engines.learner import Learner
+from loosestep.core.engines.wrapped import averages_gradients
+from loosestep.core.replica.shards import is_dtensor, load_localised, local, localise, reshard, sharding_modules
+from loosestep.core.world import World
+
+
+@dataclass
+class Flight:
+    """An exchange in the air."""
+
+    step: int
+    pending: Pending[Landed]
+
+
+class CollectiveEngine:
+    """Drives the strategies that are no gossip over a `Comm`; is their `Exchanges` and the comm's `Member`."""
+
+    def __init__(self, learner: Learner, *, world: World, comm: Comm) -> None:
+        self._learner, self._world, self._comm = learner, world, comm
+        self._strategy, self._replica, self.trace = learner.strategy, learner.replica, learner.trace
+        self._flight: Flight | None = None
+        self._stay = world.reach is not None and world.reach.lanes  # snapshots are exchanged where the parameters are
+        self.averager: GradientAverager | None = None
+        comm.member = self
+        align(learner, comm)
+        self._strategy.prepare(self.state, self._replica, comm.part)
+        if averages_gradients(learner.inside, self._strategy, world.topology):
+            self.averager = GradientAverager(
+                self._replica.params,
+                comm,
+                multiple=world.topology.multiple,
+                scope=lambda: self._widest(self._strategy.scope(self.state)),
+                waited=lambda seconds: self.trace.emit("wait", seconds=seconds, reason="gradients"),
+                worked=world.worked,
+                late=learner.inside != "plain",
+            )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._learner.state
+
+    # The run's side (`Engine`) ----------------------------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """An optimizer step was made."""
+        step = self.state["step"] + 1
+        if self._world.pulse is not None:
+            self._world.pulse.check()
+            self._world.pulse.step = step
+        self._comm.step = step
+        if self.averager is not None:
+            if self.averager.backwards > 1:  # one of them without a step
+                self._strategy.scaled(self.state)
+            self.averager.backwards = 0
+        self._strategy.boundary(self.state, self)
+
+    def enter_consensus(self) -> Callable[[], None]:
+        """Put the mean of all replicas into the model; what is returned puts everything back."""
+        self._reach(Kind.CONSENSUS)
+        mean = self._mean()
+        stash, buffers = self._replica.snapshot(keep=False), self._replica.pack_buffers()
+        self._adopt_mean(mean)
+
+        def restore() -> None:
+            self._replica.assign(stash)
+            self._replica.assign_buffers(buffers)
+
+        return restore
+
+    def finish(self) -> None:
+        """Drain what is in flight and leave the same parameters on every rank."""
+        if self._flight is not None:
+            self.fold()
+        self._reach(Kind.FINISH)
+        mean = self._mean()
+        exact: dict[str, Any] = {"counting": list(self._replica.counting)}
+        if self._strategy.learner == "world":
+            exact["vector"] = self._replica.snapshot()
+        exact = self._comm.broadcast_state(exact, root=0)
+        self._adopt_mean(mean)
+        if "vector" in exact:
+            self._replica.assign(exact["vector"])
+        for buffer, value in zip(self._replica.counting, exact["counting"], strict=True):
+            buffer.copy_(value)
+        self._comm.close()
+
+    def abort(self, reason: str, culprit: int | None) -> None:
+        """End at once; tell the others why."""
+        self._comm.abort(reason, culprit)
+
+    def global_steps(self) -> int:
+        """All ranks step about as often as this one."""
+        return int(self.state["step"]) * self._world.topology.world
+
+    def stats(self) -> dict[str, Any]:
+        """The period in force."""
+        return {"period": self.state.get("period", getattr(self._strategy, "period", None))}
+
+    def advice(self) -> str | None:
+        """Ranks that do exactly the same learn nothing from each other."""
+        if not self._comm.identical:
+            return None
+        return (
+            "several ranks computed exactly the same so far: they probably see the same data. Give each rank its own part, for "
+            "instance with torch.utils.data.DistributedSampler. (Or DistributedDataParallel averages over all of them: do not wrap)"
+        )
+
+    def save(self) -> dict[str, Any]:
+        """The exchange in flight, waited for and not folded."""
+        if self._flight is None:
+            return {"flight": None}
+        landed = self._flight.pending.wait()
+        self._replica.staging.receive()
+        flight = {"step": self._flight.step, **vars(landed), "vector": [t.to("cpu", copy=True) for t in landed.vector]}
+        flight["buffers"] = landed.buffers.clone()
+        return {"flight": copy.copy(flight)}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """The inverse of `save`."""
+        self._comm.step = self.state["step"]
+        self._flight = None
+        if saved["flight"] is None:
+            return
+        fields = dict(saved["flight"])
+        step, vector = fields.pop("step"), self._replica.snapshot()
+        for kept, stored in zip(vector, fields.pop("vector"), strict=True):
+            kept.copy_(stored)
+        landing: Pending[Landed] = Pending()
+        landing.fulfil(Landed(vector=vector, **fields))
+        self._flight = Flight(step, landing)
+
+    # The strategy's side (`Exchanges`) --------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step at which the exchange in flight was started."""
+        return None if self._flight is None else self._flight.step
+
+    def start(
+        self,
+        *,
+        form: Literal["mean", "delta"] = "delta",
+        lane: int | None = None,
+        vector: Vector | None = None,
+        outer: Outer | None = None,
+    ) -> None:
+        """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the background."""
+        assert self._flight is None, "an exchange is folded before the next one starts"
+        offer = self._offer(form=form, lane=lane, vector=vector, outer=outer)
+        self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
+        self._flight = Flight(self.state["step"], self._comm.all_reduce(offer))
+
+    def fold(self) -> None:
+        """Wait for the exchange in flight and hand it to the strategy."""
+        assert self._flight is not None
+        flight, start = self._flight, self._comm.now()
+        landed = flight.pending.wait()
+        self.trace.emit("wait", seconds=self._comm.now() - start, reason="fold")
+        self._flight = None
+        self._land(landed, staleness=self.state["step"] - flight.step)
+
+    def gather(self) -> None:
+        """Wait for all replicas and make each of them their mean."""
+        if self._flight is not None:
+            self.fold()
+        self._replica.staging.leave()
+        self._comm.meet(Kind.GATHER)
+        self._gather()
+
+    def average(self, *, wire: torch.dtype | None = None) -> None:
+        """Blocking: parameters <- mean, sent as `wire`."""
+        start = self._comm.now()
+        offer = self._offer(form="mean", wire=wire)
+        landed = self._comm.all_reduce(offer).wait()
+        self.trace.emit("wait", seconds=self._comm.now() - start, reason="average")
+        self._adopt_mean(landed)
+
+    def average_node(self) -> None:
+        """Blocking, inside the node: parameters <- the mean of the node's ranks."""
+        if len(self._world.topology.mates(self._comm.rank)) == 1:
+            return
+        start, vector = self._comm.now(), self._replica.snapshot(keep=False)
+        self._comm.open_round("node", 0.0)
+        for flat in vector:
+            self._comm.reduce(Plain(flat), "node").wait()
+        self.trace.emit("wait", seconds=self._comm.now() - start, reason="node")
+        self._replica.assign(vector)
+
+    # Communication's side (`Member`) ----------------------------------------------------------------------------------
+
+    def join(self, invitation: Invitation) -> None:
+        """Take part in a round that others are at while this rank waits at a lower kind."""
+        with self._replica.staging.stand_in():
+            self._join(invitation)
+
+    def _join(self, invitation: Invitation) -> None:
+        if self._flight is not None:
+            self.fold()
+        if invitation.kind is Kind.EXCHANGE:
+            form = {**self._strategy.form(self.state), "lane": invitation.lane, "wire": invitation.wire}
+            offer = self._offer(**form)
+            self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
+            landed = self._comm.average(offer)
+            self.trace.emit("landed", seconds=landed.seconds)
+            self._land(landed, staleness=0)
+        elif invitation.kind is Kind.GATHER:
+            self._gather()
+        else:
+            self._equalise()
+            self._mean()
+
+    def blank_parcels(self) -> Iterable[Parcel]:
+        """Zeros in the shape of what this node's ranks average every step."""
+        if self.averager is None:
+            return []
+        if self._strategy.scope(self.state) == "rank":  # parameters, averaged inside the node now and then
+            return [Plain(torch.zeros_like(flat)) for flat in self._replica.snapshot(keep=False)]
+        return self.averager.blank_parcels()
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _offer(
+        self,
+        *,
+        form: Literal["mean", "delta"] = "delta",
+        lane: int | None = None,
+        wire: torch.dtype | None = None,
+        vector: Vector | None = None,
+        outer: Outer | None = None,
+    ) -> Offer:
+        self.state["exchanges"] += 1
+        lane = None if lane is None or self._replica.sharded else lane % self._comm.topology.lanes
+        part = self._comm.part if lane is None else None
+        snapshot = self._replica.stage(self._learner.losses.take(), stay=self._stay, part=part)
+        if vector is not None:
+            snapshot.ready()
+            torch._foreach_copy_(snapshot.vector, vector)
+        return Offer(**vars(snapshot), form=form, lane=lane, wire=wire, part=part, outer=outer)
+
+    def _land(self, landed: Landed, *, staleness: int) -> None:
+        replicas = len(self._comm.topology.nodes)
+        self._strategy.land(self.state, self._replica, landed, staleness=staleness, replicas=replicas)
+        self._replica.assign_buffers(landed.buffers)
+        self.trace.emit("fold", staleness=staleness, step=self.state["step"])
+        self.trace.emit("distance", value=landed.distance)
+
+    def _gather(self) -> None:
+        """All replicas are here: each becomes their mean, momentum included, so that they stay equal in lockstep."""
+        self._adopt_mean(self._mean())
+        self._average_optimizers()
+        if any(scaled for (scaled,) in self._comm.census(self.state.get("scaled", False))):
+            self._strategy.scaled(self.state)
+        self._strategy.gathered(self.state)
+        self.trace.emit("phase", name="cool-down", step=self.state["step"])
+
+    def _reach(self, kind: Kind) -> None:
+        start = self._comm.now()
+        self._replica.staging.leave()
+        self._comm.meet(kind)
+        self.trace.emit("wait", seconds=self._comm.now() - start, reason=kind.name.lower())
+        self._equalise()
+
+    def _mean(self) -> Landed:
+        """The mean of all replicas, in new memory; when all ranks are one replica it has nothing to average but buffers."""
+        vector = [] if self._strategy.learner == "world" else self._strategy.truth(self.state, self._replica)
+        settle = self._strategy.learner == "node" and self._strategy.scope(self.state) == "rank"
+        return self._comm.average(
+            Offer(vector=vector, buffers=self._replica.pack_buffers(), form="mean", settle=settle)
+        )
+
+    def _adopt_mean(self, mean: Landed) -> None:
+        if mean.vector:
+            self._replica.assign(mean.vector)
+            self.trace.emit("distance", value=mean.distance)
+        self._replica.assign_buffers(mean.buffers)
+
+    def _equalise(self) -> None:
+        """Ranks that were away while their replica stepped take over everything from the one that made most steps."""
+        scopes: list[Scope] = ["rank", "node", "world"]
+        standings = self._comm.census(scopes.index(self._comm.missed), self.state["step"])
+        widest = scopes[int(max(missed for missed, _ in standings))]
+        if widest == "rank":
+            return
+        if self._flight is not None:
+            self.fold()
+        mates = range(len(standings)) if widest == "world" else self._comm.topology.mates(self._comm.rank)
+        if any(standings[rank][0] for rank in mates):
+            leader = max(mates, key=lambda rank: (standings[rank][1], -rank))
+            mine = self._whole_state()
+            received = self._comm.broadcast_state(mine, root=leader, scope=widest)
+            if received is not mine:
+                self._take_over(received)
+        self._comm.missed = "rank"
+
+    def _average_optimizers(self) -> None:
+        moments = self._learner.state_tensors()
+        size = sum(moment.numel() for moment in moments)
+        rows, units = self._comm.census(len(moments), size), self._comm.topology
+        lanes = [units.lane(k) for k in range(units.lanes)] if self._replica.sharded else [range(units.world)]
+        if any(rows[rank] != rows[lane[0]] for lane in lanes for rank in lane) or rows[0][0] == 0:
+            return  # replicas that use different parameters hold different moments: they stay local
+        multiple = self._world.topology.multiple
+        wide = torch.float64 if any(moment.dtype == torch.float64 for moment in moments) else torch.float32
+        flat = torch.cat([moment.detach().reshape(-1).to("cpu", wide) for moment in moments])
+        vector = [torch.nn.functional.pad(flat, (0, -size % multiple))]
+        self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
+        for moment, mean in zip(moments, vector[0][:size].split([m.numel() for m in moments]), strict=True):
+            moment.copy_(mean.view(moment.shape))
+
+    def _whole_state(self) -> dict[str, Any]:
+        return {
+            "vector": self._replica.snapshot(keep=False),
+            "optimizers": [localise(optimizer.state_dict()) for optimizer in self._learner.optimizers],
+            "state": {key: value for key, value in self.state.items() if key != "outer"},
+        }
+
+    def _take_over(self, whole: dict[str, Any]) -> None:
+        self._replica.assign(whole["vector"])
+        for optimizer, state in zip(self._learner.optimizers, whole["optimizers"], strict=True):
+            load_localised(optimizer, state)
+        self._learner.state = {**self.state, **whole["state"]}  # an outer optimizer has missed no exchange
+        self._comm.step = self.state["step"]
+
+    def _widest(self, scope: Scope) -> Scope:
+        """A scope in which this rank is alone needs no communication, nor one that something else looks after."""
+        alone = len(self._comm.topology.mates(self._comm.rank)) == 1
+        if scope == "node" and (alone or self._learner.inside != "plain"):
+            return "rank"
+        return scope
+
+
+def align(learner: Learner, comm: Comm) -> None:
+    """All replicas start from rank 0's parameters and buffers, frozen ones included; shards from those of its node."""
+    reshard(sharding_modules(learner.model))
+    params = list(learner.model.parameters())
+    whole = [*(p for p in params if not is_dtensor(p)), *learner.replica.floating, *learner.replica.counting]
+    shards = [local(param) for param in params if is_dtensor(param)]
+    if shards:
+        head = comm.topology.mates(comm.rank)[0]
+        _take_over(whole, comm.broadcast_state({"tensors": whole}, root=head, scope="node")["tensors"])
+    mine = [*whole, *shards]
+    _take_over(mine, comm.broadcast_state({"tensors": mine}, root=0)["tensors"])
+
+
+@torch.no_grad()
+def _take_over(mine: Vector, theirs: Vector) -> None:
+    for tensor, other in zip(mine, theirs, strict=True):
+        if tensor is not other:
+            tensor.copy_(other)

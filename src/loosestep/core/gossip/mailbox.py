@@ -1,0 +1,407 @@
+"""The mailbox: peer-to-peer averaging of models in the background, on ZeroMQ.
+
+    mailbox = Mailbox(store, rank, world=[0, 1, 2, 3], params=tensors, layout=digest, run_id="run-7")
+    pending = mailbox.exchange(peer, 0.5)      # never blocks: the shadows of both ranks are averaged in the background
+    fold = mailbox.boundary(params)            # after the optimizer's step: what has landed is added to the parameters
+    mean = mailbox.consensus()                 # flat mean of the live shadows, nobody stops for it
+    mailbox.finish(params)                     # identical parameters on every live rank
+    mailbox.close()
+
+`world` lists the ranks that gossip with each other, so a mailbox may serve one lane of a cluster and `params` may be one
+shard of the model. Addresses are exchanged through the store once; afterwards it is not used. See `edge.py` for why the
+mean never moves, `shadow.py` for the step boundary, `ending.py` for the end, `members.py` for who counts as there.
+
+Events through `emit(kind, **fields)`, from the communication thread: peer_suspended, peer_resumed, peer_no_progress,
+peer_left (`finished`: it holds the result), peer_dead (once; with the deltas in doubt), frame_refused (once per reason and source),
+mailbox_failed (the thread has ended by an error, which the next call raises). From the compute thread, once a second
+and at the end: traffic (bytes sent since the last one, consensus distance).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loosestep.core.gossip.budget import IDLE
+from loosestep.core.gossip.loop import Courier
+from loosestep.core.gossip.peer import Pending, Timing
+from loosestep.core.gossip.shadow import Fold, Shadow
+from loosestep.core.messages.address import bind_host, is_loopback, port_range
+from loosestep.core.messages.directory import Directory, Store
+from loosestep.core.messages.frames import HEADER_BYTES, Flags, Header, Wire, curve_pair, key_bytes
+from loosestep.core.messages.members import State
+from loosestep.core.messages.sockets import Curve, Transport
+from loosestep.core.replica.staging import nothing
+from loosestep.record.format import Kind as Record
+from loosestep.record.format import pack
+from loosestep.record.recorder import Recorder
+
+Array = NDArray[Any]
+
+CHUNK_BYTES = 1 << 20
+LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
+TELL = 1.0  # seconds between two events about traffic
+LOOK = 1.0  # seconds between two looks, while waiting, whether the communication thread is still there
+
+
+class Mailbox:
+    """One rank's end of the gossip. Every method is called by the compute thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        *,
+        world: Sequence[int],
+        params: Sequence[torch.Tensor],
+        layout: bytes,
+        run_id: str = "run",
+        generation: int = 0,
+        key: bytes | str | None = None,
+        encrypt: bool = False,
+        deadline: float = 60.0,
+        emit: Callable[..., None] = lambda kind, **fields: None,
+        timing: Timing | None = None,
+        lose: Callable[[Header], bool] | None = None,
+        tape: Recorder | None = None,
+        fold_share: float = 0.05,
+        gradients: int = 1,
+        check: Callable[[], None] = nothing,
+    ) -> None:
+        """`gradients`: how many a step of this rank stands for. `check`: called while peers are waited for, and raises
+        when one of them will not come."""
+        if rank not in world or len(set(world)) != len(world):
+            raise ValueError(f"rank {rank} must be in world, each rank once; got world={list(world)}")
+        secret = key_bytes(key if key is not None else os.environ.get("LOOSESTEP_KEY") or None)
+        if encrypt and secret is None:
+            raise ValueError(
+                "encrypt=True needs a run key: pass key= or set LOOSESTEP_KEY to the same secret on every rank"
+            )
+        host = bind_host()
+        require_key(host, secret)
+        peers = [peer for peer in world if peer != rank]
+        chunk_bytes, window = in_flight(sum(p.numel() * max(4, p.element_size()) for p in params), len(peers))
+        self.rank, self.world = rank, tuple(world)
+        # A recording needs boundaries that are complete at once, on an accelerator too: that waits for it.
+        relayed = None if tape is None else False
+        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=relayed)
+        if tape is not None:
+            tape.number(chunk_bytes)
+            self._shadow.tape = tape
+        session = secrets.token_hex(8)
+        largest = self._shadow.largest_chunk_bytes
+        wire = Wire(
+            rank, list(world), run_id=run_id, layout=layout, generation=generation, largest_body=largest, key=secret,
+            session=session,
+        )  # fmt: skip
+        curve = _curve(secret, run_id, rank, peers) if encrypt and secret is not None else None
+        transport = Transport(
+            host, port_range(), largest=HEADER_BYTES + largest, queue=2 * window + 16, curve=curve
+        )  # fmt: skip
+        with ExitStack() as undo:
+            undo.callback(transport.close)
+            directory = Directory(store, f"loosestep/mailbox/{run_id}/{generation}", secret, deadline, check=check)
+            card = {"address": transport.address, "layout": layout.hex(), "session": session, "encrypt": encrypt}
+            directory.publish(rank, card)
+            for peer in peers:
+                theirs = directory.read(peer, card)
+                require_key(theirs["address"][0], secret)
+                wire.meet(peer, theirs["session"])
+                transport.connect(peer, (theirs["address"][0], theirs["address"][1]))
+            undo.pop_all()
+        beat = max(0.25, 0.03 * len(peers))
+        self._courier = Courier(
+            rank, self._shadow, wire=wire, transport=transport, peers=peers, window=window, emit=emit, lose=lose,
+            gradients=gradients, timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
+        )  # fmt: skip
+        self._exchanges: dict[int, Pending] = {}
+        self._fold_share = fold_share
+        self._emit, self._told, self._told_bytes = emit, time.monotonic(), 0
+        self._io_read, self._io_seconds = 0.0, 0.0
+        self._folds, self._fold_seconds, self._fold_cpu, self._fold_cost, self._folded_at = 0, 0.0, 0.0, 0.0, 0.0
+        self._thread = threading.Thread(target=self._courier.run, name=f"loosestep-mailbox-{rank}", daemon=True)
+        self._thread.start()
+
+    # ---- training
+
+    def exchange(self, peer: int, weight: float = 0.5) -> Pending:
+        """Average the shadow with the peer's: both move by `weight` of their difference. Never blocks. While an exchange
+        with this peer is in flight, that one is returned; with a peer that is not there, one that is done already."""
+        self._check()
+        if peer not in self._courier.links:
+            raise ValueError(
+                f"rank {peer} is not a peer of rank {self.rank}; the peers are {sorted(self._courier.links)}"
+            )
+        if not 0 < weight <= 0.5:
+            raise ValueError(f"weight must be above 0 and at most 1/2, got {weight}")
+        flying = self._exchanges.get(peer)
+        if flying is not None and not flying.done():
+            return flying
+        pending = self._exchanges[peer] = Pending()
+        begin = partial(self._tell_courier, lambda: self._courier.exchange(peer, weight, pending))
+        self._shadow.when_published(begin)
+        return pending
+
+    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:
+        """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share` of a core, or while nothing
+        has landed a part of that: a large model folds less often than every step. With `force`, or once something that has
+        landed, or would, is `within` steps old, it is not skipped, and complete when it returns."""
+        now = self.step()
+        unpublished = self._shadow.steps - self._shadow.published  # what lands next is as old as that
+        if force or (within is not None and max(self._shadow.age, unpublished) >= within):
+            return self._counted(self._shadow.settle, params, now)
+        share = self._fold_share if self._shadow.waiting else IDLE * self._fold_share
+        if self._shadow.busy or now - self._folded_at < self._fold_cost / share:
+            return Fold(skipped=True)
+        return self._counted(self._shadow.boundary, params, now)
+
+    def step(self) -> float:
+        """A step was made, whose parameters come later: see `lift`. When it was made."""
+        self._check()
+        now = time.monotonic()
+        self._courier.progress += 1
+        self._shadow.steps += 1
+        self._courier.stepped = now
+        if now - self._told > TELL:
+            self._tell(now)
+        return now
+
+    def publish(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u; x <- y before an exchange, unless the shadow holds this step's parameters already."""
+        if self._shadow.published == self._shadow.steps or self._shadow.busy:
+            return Fold(skipped=True)
+        return self._counted(self._shadow.boundary, params, time.monotonic())
+
+    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
+        """y += u; x <- y, complete when it returns; not a step."""
+        self._check()
+        return self._counted(self._shadow.settle, params, time.monotonic())
+
+    def lift(self, copy: Sequence[torch.Tensor], *, step: int) -> Fold:
+        """y += u with a copy of the x after some step, which becomes y - x. A communication thread may call it while the
+        compute thread calls nothing that folds."""
+        self._check()
+        return self._counted(partial(self._shadow.lift, step=step), copy, time.monotonic())
+
+    def _counted(
+        self, make: Callable[[Sequence[torch.Tensor]], Fold], params: Sequence[torch.Tensor], now: float
+    ) -> Fold:
+        """Fold, and keep what it cost: CPU time, since on a busy machine the clock also counts the work of others."""
+        used = time.thread_time()
+        fold = make(params)
+        cost = time.thread_time() - used if self._shadow.relay is None else fold.seconds
+        self._folded_at = now
+        self._fold_cost = cost if not self._folds else 0.8 * self._fold_cost + 0.2 * cost
+        self._folds += 1
+        self._fold_seconds += fold.seconds
+        self._fold_cpu += cost
+        return fold
+
+    def lockstep_round(self, number: int, neighbours: dict[int, float], timeout: float = 60.0) -> None:
+        """y <- y + sum_j w_j (y_j - y), all values taken from the start of this round on every rank. Blocks. The result
+        is in the shadow: fold it with `boundary(params, force=True)`."""
+        pending = Pending()
+        self._do(lambda: self._courier.lockstep(number, neighbours, pending))
+        self._wait(
+            pending, timeout, f"lockstep round {number} with ranks {sorted(neighbours)} (all must make as many steps)"
+        )
+
+    # ---- who is there
+
+    def alive(self) -> set[int]:
+        return self._courier.members.alive()
+
+    def suspended(self) -> set[int]:
+        return self._courier.members.ranks(State.SUSPENDED)
+
+    def dead(self) -> set[int]:
+        """Peers that are gone without a word: killed, evicted or quarantined."""
+        return self._courier.members.ranks(State.DEAD)
+
+    def lost(self) -> set[int]:
+        """Peers whose models are not in the result: dead, or left before they held it."""
+        early = {peer for peer in self.left() if not self._courier.members.peers[peer].flags & Flags.HOLDS}
+        return self.dead() | early
+
+    def left(self) -> set[int]:
+        """Peers that have closed their mailbox in order."""
+        return self._courier.members.ranks(State.LEFT)
+
+    @property
+    def steps(self) -> int:
+        """This rank's progress counter: steps made. Set it when a run resumes."""
+        return self._courier.progress
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._courier.progress = count
+
+    @property
+    def global_steps(self) -> int:
+        """Gradients of all ranks, as last heard; those of a dead rank stay."""
+        return self._courier.gradients + self._courier.members.progress()
+
+    @property
+    def consensus_distance(self) -> float:
+        """Estimate of the root mean square distance to the mean, from the differences exchanges saw. Who has died or left
+        in the middle of the run no longer counts."""
+        courier = self._courier
+        there = courier.members.ranks(State.ALIVE, State.SUSPENDED, *([State.LEFT] if courier.ending.done else []))
+        edges = [courier.links[peer].edge for peer in there]
+        return spread([edge.square for edge in edges if edge.applied])
+
+    # ---- the average model
+
+    def consensus(self, timeout: float | None = 60.0) -> Array:
+        """The flat mean of all live shadows. The peers go on; one that dies or falls silent meanwhile is left out."""
+        out, pending = np.empty(self._shadow.size, dtype=self._shadow.dtype), Pending()
+        self._shadow.note(pack(Record.CONSENSUS))
+        self._do(lambda: self._courier.consensus(out, pending))
+        self._wait(pending, timeout, "the consensus")
+        self._shadow.note(pack(Record.AGREED))
+        return out
+
+    def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
+        """Wait until every live rank has finished too, answering meanwhile; then all hold the same parameters, the mean
+        of the live shadows."""
+        self.settle(params)
+        courier = self._courier
+        self._do(courier.finish)
+        self._wait(courier.ended, timeout, "the end of the run")
+        if courier.evicted_by and self.lost() == courier.links.keys():  # nobody shares this rank's result
+            sound = np.isfinite(self._shadow.flat()).all()
+            why, advice = (
+                ("was silent too long", "raise deadline= if it may pause for so long")
+                if sound
+                else ("sent NaN or Inf", "lower its learning rate or clip its gradients")
+            )
+            raise ConnectionError(
+                f"rank {self.rank} {why} and was evicted by ranks {sorted(courier.evicted_by)}: its model is not part of their "
+                f"result; {advice}"
+            )
+        assert courier.ending.result is not None
+        self._shadow.note(pack(Record.ASSIGN))
+        self._shadow.assign(params, courier.ending.result)
+
+    # ---- costs
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """bytes_sent, exchanges (begun here, completed), chunks (landed in the shadow), folds, fold_seconds (on the clock),
+        fold_cpu_seconds, cpu_seconds of the communication thread, rejected frames by reason, ..."""
+        counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "bytes_received", "exchanges", "chunks", "repeated"), 0)
+        counted.update(self._courier.counters)
+        counted.update(folds=self._folds, fold_seconds=self._fold_seconds, rejected=dict(self._courier.rejected))
+        counted.update(
+            fold_cpu_seconds=self._fold_cpu, cpu_seconds=self._courier.cpu_seconds, io_cpu_seconds=io_cpu_seconds()
+        )
+        return counted
+
+    def cpu_seconds(self) -> float:
+        """Everything gossip has cost this process: communication thread, ZeroMQ's thread and folding."""
+        now = time.monotonic()
+        if now - self._io_read > 0.25:  # reading it every step would cost as much as it measures
+            self._io_read, self._io_seconds = now, io_cpu_seconds()
+        folding = self._fold_cpu if self._shadow.relay is None else 0.0  # a relay's thread has a share of its own
+        return self._courier.cpu_seconds + self._io_seconds + folding
+
+    def close(self) -> None:
+        """Say goodbye and let go of the thread and every socket."""
+        if self._thread.is_alive():
+            self._tell_courier(lambda: setattr(self._courier, "stopping", True))  # whether or not it has failed
+        self._thread.join()
+        self._tell(time.monotonic())
+        if self._shadow.relay is not None:
+            self._shadow.relay.close()
+            self._shadow.relay = None  # they know each other: all memory is free without a collector of garbage
+
+    # ---- inside
+
+    def _tell(self, now: float) -> None:
+        sent = self._courier.counters["bytes_sent"]
+        self._emit("traffic", sent=sent - self._told_bytes, distance=self.consensus_distance)
+        self._told, self._told_bytes = now, sent
+
+    def _do(self, command: Callable[[], None]) -> None:
+        self._check()
+        self._tell_courier(command)
+
+    def _tell_courier(self, command: Callable[[], None]) -> None:
+        self._courier.commands.append(command)
+        self._courier.transport.wake()
+
+    def _check(self) -> None:
+        if self._courier.failure is not None:
+            raise ConnectionError(f"the communication thread of rank {self.rank} has failed") from self._courier.failure
+        if not self._thread.is_alive():
+            raise ConnectionError(f"the mailbox of rank {self.rank} is closed")
+
+    def _wait(self, pending: Pending, timeout: float | None, what: str) -> None:
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not pending.wait(min(LOOK, max(0.0, end - time.monotonic()))):
+            if not self._thread.is_alive() and not pending.done():
+                self._check()  # it ended before it took the command, so nobody will ever be done
+            if time.monotonic() >= end:
+                raise TimeoutError(
+                    f"{what} took longer than {timeout:g} s; alive: {sorted(self.alive())}, suspended: "
+                    f"{sorted(self.suspended())}, dead: {sorted(self.dead())}"
+                )
+        if pending.outcome == "dropped":
+            self._check()
+            raise ConnectionError(f"{what} was interrupted")
+
+
+def require_key(host: str, key: bytes | None) -> None:
+    """Nothing unauthenticated leaves the machine."""
+    if key is None and not is_loopback(host):
+        raise ValueError(
+            f"{host} is not a loopback address, so gossip needs a run key: pass key= or set LOOSESTEP_KEY to the same "
+            "secret (at least 16 bytes) on every rank"
+        )
+
+
+def spread(squares: list[float]) -> float:
+    """The root mean square distance to the mean that goes with mean square differences to some peers: for a random pair,
+    E|y_i - y_j|^2 = 2 n/(n-1) E|y_i - mean|^2."""
+    n = len(squares) + 1
+    return (sum(squares) / len(squares) * (n - 1) / (2 * n)) ** 0.5 if squares else 0.0
+
+
+def in_flight(model_bytes: int, peers: int) -> tuple[int, int]:
+    """(bytes of a chunk, chunks in flight per edge). Per edge at most `window` values pend and twice as many are cached;
+    over all edges together that is three quarters of two models, or of `LEAST_MEMORY`."""
+    memory = max(2 * model_bytes, LEAST_MEMORY)
+    per_edge = memory // (4 * max(1, peers))
+    chunk = max(4096, min(CHUNK_BYTES, per_edge)) // 8 * 8
+    return chunk, max(1, min(8, per_edge // chunk))
+
+
+def io_cpu_seconds() -> float:
+    """CPU time of ZeroMQ's own threads in this process (Linux; 0 elsewhere)."""
+    total = 0.0
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            name, stat = (task / "comm").read_text(), (task / "stat").read_text()
+        except OSError:
+            continue  # a thread that has just ended
+        if name.startswith("ZMQbg/IO"):
+            user, system = stat.rpartition(")")[2].split()[11:13]
+            total += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def _curve(key: bytes, run_id: str, rank: int, peers: list[int]) -> Curve:
+    public, secret = curve_pair(key, run_id, rank)
+    return Curve(public, secret, {peer: curve_pair(key, run_id, peer)[0] for peer in peers})

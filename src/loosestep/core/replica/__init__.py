@@ -1,0 +1,1 @@
+"""The tensors of one rank: snapshots, folds, staging between devices, shards. Private."""

@@ -1,0 +1,32 @@
+"""Processes on this machine: one per rank, with torchrun's variables, and no killing of siblings when one dies."""
+
+from loosestep.launch.launcher import (
+    MOST_RANKS,
+    command_for,
+    host_store,
+    local_places,
+    places,
+    ranks_of_nodes,
+    run_key,
+    start,
+    variables_of_ranks,
+)
+from loosestep.launch.processes import Job, Output, Place, Rank, Result, describe
+
+__all__ = [
+    "MOST_RANKS",
+    "Job",
+    "Output",
+    "Place",
+    "Rank",
+    "Result",
+    "command_for",
+    "describe",
+    "host_store",
+    "local_places",
+    "places",
+    "ranks_of_nodes",
+    "run_key",
+    "start",
+    "variables_of_ranks",
+]

@@ -1,0 +1,1 @@
+"""Record and replay: what an asynchronous run did, written down and played again."""

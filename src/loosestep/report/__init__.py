@@ -1,0 +1,1 @@
+"""The report of runs: one HTML page, its plots, and the figures that stand in it."""

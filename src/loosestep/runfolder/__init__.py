@@ -1,0 +1,1 @@
+"""The run folder: configuration, metrics and checkpoints of one run on disk."""

@@ -1,0 +1,319 @@
+"""The mailbox, several ranks in one process: exchanges and folds."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from mailboxes import KEY, QUICK, cluster, cut, die_at, wait_until
+
+from loosestep.core.gossip.mailbox import CHUNK_BYTES
+from loosestep.core.gossip.peer import Timing
+from loosestep.core.gossip.shadow import Shadow
+from loosestep.core.messages.frames import Header, Kind
+
+# ---- exchanging
+
+
+def test_an_exchange_averages_both_shadows():
+    with cluster(2) as c:
+        a, b = c.flat(0), c.flat(1)
+        assert c.exchange(0, 1, 1 / 3) == "exchanged"
+        np.testing.assert_allclose(c.flat(0), a + (b - a) / 3)
+        np.testing.assert_allclose(c.flat(1), b + (a - b) / 3)
+        fold = c.boxes[1].boundary(c.params[1], force=True)
+        np.testing.assert_allclose(c.params[1][0], b + (a - b) / 3)
+        assert fold.chunks == 1
+
+
+def test_a_model_of_many_chunks_is_exchanged_whole():
+    with cluster(2, size=3 * CHUNK_BYTES // 8 + 5) as c:
+        assert c.boxes[0]._shadow.chunks == 4
+        mean = (c.flat(0) + c.flat(1)) / 2
+        c.exchange(0, 1)
+        np.testing.assert_allclose(c.flat(0), mean)
+        np.testing.assert_allclose(c.flat(1), mean)
+
+
+@pytest.mark.parametrize("options", [{}, {"key": KEY}, {"key": KEY, "encrypt": True}], ids=["clear", "key", "curve"])
+def test_the_mean_is_untouched_by_exchanges_with_steps_and_losses(options):
+    def loser(rank):
+        draw = np.random.default_rng(rank)
+        return lambda header: bool(header.kind != Kind.BEAT and draw.random() < 0.1)
+
+    with cluster(4, lose=loser, **options) as c:
+
+        def work(rank):
+            for k in range(25):
+                peer = (rank + 1 + k % 3) % 4
+                if k % 2:
+                    c.boxes[rank].exchange(peer).wait(10)
+                else:
+                    c.boxes[rank].exchange(peer)
+                c.params[rank][0] += 0.125
+                c.boxes[rank].boundary(c.params[rank])
+
+        c.all(work)
+        c.finish()
+        expected = (c.start + 4 * 25 * 0.125) / 4
+        for params in c.params:
+            torch.testing.assert_close(params[0], expected, rtol=0, atol=1e-12)
+            assert torch.equal(params[0], c.params[0][0])
+        assert sum(box.counters["lost"] for box in c.boxes) > 10
+        assert all(not c.said(rank, "peer_dead") for rank in range(4))
+
+
+def test_exchange_never_blocks_and_returns_the_one_in_flight():
+    with cluster(2, lose=lambda rank: lambda header: header.kind == Kind.REPLY) as c:
+        first = c.boxes[0].exchange(1)
+        assert c.boxes[0].exchange(1) is first
+        assert not first.done()
+
+
+def test_an_exchange_outlives_the_connections_on_which_it_began() -> None:
+    losing, lost = threading.Event(), threading.Event()
+
+    def lose(header: Header) -> bool:
+        if header.kind != Kind.REPLY or not losing.is_set():
+            return False
+        lost.set()
+        return True
+
+    with cluster(2, lose=lambda rank: lose) as c:
+        c.exchange(0, 1)  # both connections are there
+        c.params[0][0] += 8
+        c.boxes[0].boundary(c.params[0], force=True)
+        mean = (c.flat(0) + c.flat(1)) / 2
+        losing.set()
+        pending = c.boxes[0].exchange(1)
+        assert lost.wait(10)
+        assert cut([box._courier.transport.address for box in c.boxes]) >= 2
+        losing.clear()
+        assert pending.wait(5)
+        assert pending.outcome == "exchanged"
+        for rank in (0, 1):
+            np.testing.assert_allclose(c.flat(rank), mean)
+            assert not c.said(rank, "peer_dead")
+
+
+def test_a_peer_answers_while_its_compute_is_busy():
+    with cluster(2) as c:
+        before = time.perf_counter()
+        for _ in range(20):  # rank 1 never calls anything
+            assert c.exchange(0, 1) == "exchanged"
+        assert time.perf_counter() - before < 5
+
+
+def test_global_steps_count_everybody_and_keep_the_dead():
+    with cluster(3) as c:
+        for rank in range(3):
+            for _ in range(10 * (rank + 1)):
+                c.boxes[rank].boundary(c.params[rank])
+        wait_until(lambda: c.boxes[0].global_steps == 60)
+        c.boxes[2].close()
+        wait_until(lambda: c.boxes[0].left() == {2})
+        assert c.boxes[0].global_steps == 60
+
+
+def test_a_step_may_stand_for_several_gradients():
+    with cluster(2, gradients=3) as c:
+        for rank in range(2):
+            for _ in range(5):
+                c.boxes[rank].boundary(c.params[rank])
+        wait_until(lambda: c.boxes[0].global_steps == c.boxes[1].global_steps == 30)
+
+
+def test_a_learner_that_makes_no_progress_is_named_once():
+    with cluster(2, timing=Timing(**QUICK, stall=0.2)) as c:
+        wait_until(lambda: c.said(0, "peer_no_progress"))
+        c.boxes[1].boundary(c.params[1])
+        assert [event["peer"] for event in c.said(0, "peer_no_progress")] == [1]
+
+
+def test_a_learner_that_waits_for_the_end_is_not_said_to_make_no_progress() -> None:
+    with cluster(2) as c:
+        courier, heard = c.boxes[0]._courier, c.boxes[1]._courier.counters
+        ending = c.pool.submit(c.boxes[0].finish, c.params[0], 15)
+        wait_until(lambda: courier.ending.done)
+        courier.stepped -= 1000.0
+        before = heard["frames_received"]
+        wait_until(lambda: heard["frames_received"] >= before + 5)
+        c.boxes[1].finish(c.params[1], 15)
+        ending.result()
+        assert not c.said(1, "peer_no_progress")
+
+
+def test_consensus_is_the_mean_and_changes_nothing():
+    with cluster(3) as c:
+        before = c.flat(0)
+        np.testing.assert_allclose(c.boxes[1].consensus(), c.start / 3)
+        np.testing.assert_array_equal(c.flat(0), before)
+
+
+def test_a_peer_that_falls_silent_during_a_consensus_is_left_out():
+    silent = threading.Event()
+
+    def mute(rank):
+        return lambda header: rank == 1 and silent.is_set()
+
+    with cluster(3, lose=mute) as c:
+        expected = (c.flat(0) + c.flat(2)) / 2
+        silent.set()
+        assert c.boxes[0].alive() == {1, 2}  # not known yet
+        np.testing.assert_allclose(c.boxes[0].consensus(timeout=5), expected)
+        assert c.boxes[0].dead() == set()
+        silent.clear()
+
+
+def test_the_consensus_distance_forgets_the_dead():
+    with cluster(3, lose=die_at(2, lambda h: h.kind == Kind.ACK, count=2)) as c:
+        c.exchange(0, 1)
+        c.exchange(1, 0)
+        near = c.boxes[0].consensus_distance
+        c.params[2][0] += 100.0
+        c.boxes[2].boundary(c.params[2], force=True)
+        c.exchange(2, 0)
+        assert c.boxes[0].consensus_distance > 10
+        c.boxes[2].exchange(0)
+        wait_until(lambda: c.boxes[0].dead() == {2})
+        assert c.boxes[0].consensus_distance == pytest.approx(near, rel=0.5)
+
+
+def test_traffic_is_told_now_and_then_and_adds_up(monkeypatch):
+    monkeypatch.setattr("loosestep.core.gossip.mailbox.TELL", 0.0)
+    with cluster(2) as c:
+        for _ in range(3):
+            c.exchange(0, 1)
+            c.boxes[0].boundary(c.params[0])
+        assert len(c.said(0, "traffic")) == 3
+        distance = c.said(0, "traffic")[0]["distance"]
+    assert sum(event["sent"] for event in c.said(0, "traffic")) == c.boxes[0].counters["bytes_sent"]
+    assert distance == pytest.approx(0.7, rel=0.2)  # two unit normal vectors: 1/sqrt(2) from their mean
+
+
+def test_folding_counts_processor_time_apart_from_the_clock():
+    with cluster(2, size=200_000) as c:
+        begun = time.thread_time()
+        for _ in range(5):
+            c.boxes[0].boundary(c.params[0], force=True)
+        counters = c.boxes[0].counters
+        assert 0 < counters["fold_cpu_seconds"] <= time.thread_time() - begun
+        assert counters["fold_cpu_seconds"] <= c.boxes[0].cpu_seconds()
+
+
+def test_world_size_one_works():
+    with cluster(1) as c:
+        c.boxes[0].boundary(c.params[0])
+        np.testing.assert_allclose(c.boxes[0].consensus(), c.start)
+        c.finish()
+        torch.testing.assert_close(c.params[0][0], c.start)
+
+
+def test_lockstep_rounds_use_the_values_of_the_start_of_the_round():
+    with cluster(3) as c:
+        start = np.stack([c.flat(rank) for rank in range(3)])
+        weights = np.full((3, 3), 0.25) + np.eye(3) / 4
+        for number in range(5):
+            c.all(lambda r, k=number: c.boxes[r].lockstep_round(k, {j: 0.25 for j in range(3) if j != r}))
+        expected = np.linalg.matrix_power(weights, 5) @ start
+        for rank in range(3):
+            np.testing.assert_allclose(c.flat(rank), expected[rank])
+
+
+def test_a_round_in_lockstep_that_a_neighbour_never_reaches_says_what_it_needs():
+    with (
+        cluster(2) as c,
+        pytest.raises(TimeoutError, match=r"round 3 with ranks \[1\] \(all must make as many steps\)"),
+    ):
+        c.boxes[0].lockstep_round(3, {1: 0.5}, timeout=0.1)
+
+
+# ---- folding
+
+
+@pytest.mark.parametrize(("share", "skipped"), [(1e9, False), (1e-9, True)])
+def test_a_boundary_is_skipped_while_folding_has_used_up_its_share(share, skipped):
+    with cluster(2, fold_share=share) as c:
+        c.boxes[0].boundary(c.params[0])
+        assert c.boxes[0].boundary(c.params[0]).skipped is skipped
+
+
+def test_staleness_counts_the_steps_whose_fold_was_skipped():
+    with cluster(2, fold_share=1e-9) as c:
+        c.boxes[0].boundary(c.params[0])
+        c.exchange(0, 1)
+        assert all(c.boxes[0].boundary(c.params[0]).skipped for _ in range(3))
+        assert c.boxes[0].boundary(c.params[0], force=True).staleness_max == 4
+
+
+def test_folding_is_put_off_longer_while_nothing_has_landed():
+    with cluster(2) as c:
+        box = c.boxes[0]
+        box.boundary(c.params[0])
+        box._fold_share, box._fold_cost, box._folded_at = (
+            1.0,
+            10.0,
+            time.monotonic() - 20,
+        )  # ten seconds would be enough
+        assert box.boundary(c.params[0]).skipped
+        c.exchange(1, 0)
+        assert not box.boundary(c.params[0]).skipped
+
+
+def test_a_peer_meets_the_parameters_of_the_step_at_which_the_exchange_begins():
+    with cluster(2, fold_share=1e-9) as c:
+        c.boxes[0].boundary(c.params[0])
+        c.params[0][0] += 8
+        assert c.boxes[0].boundary(c.params[0]).skipped
+        assert not c.boxes[0].publish(c.params[0]).skipped
+        assert c.boxes[0].publish(c.params[0]).skipped  # they are there
+        c.exchange(0, 1)
+        np.testing.assert_allclose(c.flat(0), c.flat(1))
+        np.testing.assert_allclose(c.flat(0) + c.flat(1), c.start.numpy() + 8)
+
+
+def test_an_exchange_begins_when_the_parameters_have_come_from_their_accelerator(monkeypatch):
+    monkeypatch.setattr(
+        "loosestep.core.gossip.mailbox.Shadow", lambda *args, **kw: Shadow(*args, **{**kw, "relayed": True})
+    )
+    with cluster(2, fold_share=1e9) as c:
+        arrived, staging = threading.Event(), c.boxes[0]._shadow.relay._staging
+        send = staging.send
+        monkeypatch.setattr(staging, "send", lambda *pairs, **after: (arrived.wait(10), send(*pairs, **after))[1])
+        c.params[0][0] += 8
+        c.boxes[0].boundary(c.params[0])
+        pending = c.boxes[0].exchange(1)
+        assert not pending.wait(0.2)
+        arrived.set()
+        assert pending.wait(10)
+        np.testing.assert_allclose(c.flat(0), c.flat(1))
+        np.testing.assert_allclose(c.flat(0) + c.flat(1), c.start.numpy() + 8)
+
+
+def test_a_snapshot_is_as_old_as_the_parameters_it_was_taken_of():
+    with cluster(2, fold_share=1e-9) as c:
+        c.boxes[0].boundary(c.params[0])
+        for _ in range(3):
+            assert c.boxes[0].boundary(c.params[0]).skipped
+        c.exchange(1, 0)  # it meets the parameters of three steps ago
+        assert c.boxes[0].boundary(c.params[0], force=True).staleness_max == 4
+
+
+def test_nothing_that_has_landed_gets_older_than_the_bound():
+    with cluster(2, fold_share=1e-9) as c:
+        c.boxes[0].boundary(c.params[0])
+        c.exchange(0, 1)
+        folds = [c.boxes[0].boundary(c.params[0], within=3) for _ in range(6)]
+        assert [fold.skipped for fold in folds] == [True, True, False, True, True, False]
+        assert folds[2].staleness_max == 3
+
+
+def test_nothing_lands_on_parameters_older_than_the_bound():
+    with cluster(2, fold_share=1e-9) as c:
+        for _ in range(7):
+            c.boxes[0].boundary(c.params[0], within=2)
+        c.exchange(1, 0)
+        wait_until(lambda: c.boxes[0]._shadow.waiting)
+        folds = [c.boxes[0].boundary(c.params[0], within=2) for _ in range(2)]
+        assert max(fold.staleness_max for fold in folds if fold.chunks) <= 2

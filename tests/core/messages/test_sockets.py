@@ -1,0 +1,80 @@
+"""The sockets, on loopback."""
+
+import os
+import socket
+import warnings
+from contextlib import contextmanager
+
+from mailboxes import cut, wait_until
+
+from loosestep.core.messages.sockets import Transport
+
+
+@contextmanager
+def forked_child():
+    """A copy of this process, of which Python has finished making a process, and which does nothing more."""
+    (until_closed, ours), (made, making) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads here, of which it uses none
+        child = os.fork()
+    if child == 0:
+        os.close(ours)
+        os.write(making, b"!")
+        os.read(until_closed, 1)
+        os._exit(0)
+    try:
+        os.read(made, 1)
+        yield child
+    finally:
+        for end in (until_closed, ours, made, making):
+            os.close(end)
+        os.waitpid(child, 0)
+
+
+@contextmanager
+def pair():
+    """Two transports that have heard each other."""
+    both = [Transport("127.0.0.1", None, largest=100, queue=10) for _ in range(2)]
+    try:
+        for end in (0, 1):
+            both[end].connect(1 - end, both[1 - end].address)
+        for end in (0, 1):
+            assert both[end].send(1 - end, bytearray(b"hello"))
+            wait_until(lambda end=end: list(both[1 - end].frames()))
+        yield both
+    finally:
+        for transport in both:
+            transport.close()
+
+
+def test_a_forked_child_does_not_keep_the_connections_of_its_parent_open():
+    with pair() as (here, gone), forked_child() as child:
+        gone.close()
+        dead = set()
+        wait_until(lambda: dead.update(here.wait(0.02).dead) or dead == {1}, seconds=5)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it is still there
+
+
+def test_a_fork_leaves_all_other_sockets_and_those_of_the_parent_as_they_are():
+    ours, theirs = socket.socketpair()
+    with pair() as both, ours, theirs, socket.create_server(("127.0.0.1", 0)) as other:
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(1.0)
+        try:
+            with forked_child() as child:
+                assert os.get_blocking(ours.fileno())
+                assert str(other.fileno()) in os.listdir(f"/proc/{child}/fd")
+                for end in (0, 1):
+                    assert both[end].send(1 - end, bytearray(b"again"))
+                    wait_until(lambda end=end: list(both[1 - end].frames()))
+        finally:
+            socket.setdefaulttimeout(before)
+
+
+def test_a_connection_that_was_cut_is_made_again_and_told() -> None:
+    with pair() as (here, there):
+        assert cut([there.address]) >= 1
+        back: set[int] = set()
+        wait_until(lambda: back.update(here.wait(0.02).again) or back == {1}, seconds=5)
+        assert here.send(1, bytearray(b"again"))
+        wait_until(lambda: [bytes(frame) for frame in there.frames()] == [b"again"], seconds=5)
