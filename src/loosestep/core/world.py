@@ -31,7 +31,7 @@ from loosestep.core.thread import Stream
 from loosestep.events import Trace
 from loosestep.record.values import Condition, StoreValues, Values
 from loosestep.topology import Topology
-from loosestep.topology.launchers import detect_launch, find_master
+from loosestep.topology.launchers import detect_launch, find_master, require_company
 
 TOKEN = "token"  # of this run, from rank 0
 _attachments = itertools.count()  # every rank attaches in the same order, so the numbers agree
@@ -207,12 +207,13 @@ def open_world(topology: Topology | None, *, deadline: float) -> World:
 
 def _initialise(deadline: float) -> None:
     launch = detect_launch()
+    require_company(launch)
     if launch.world == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return
-    address, port = find_master(launch)
-    os.environ.setdefault("MASTER_ADDR", address)
-    os.environ.setdefault("MASTER_PORT", str(port))
+    rendezvous = find_master(launch)
+    os.environ.setdefault("MASTER_ADDR", rendezvous.hosts[0])
+    os.environ.setdefault("MASTER_PORT", str(rendezvous.ports[0]))
     patience = timedelta(seconds=max(deadline, 300.0))  # start-up may be slow: imports, queues
     dist.init_process_group("gloo", rank=launch.rank, world_size=launch.world, timeout=patience)
 
