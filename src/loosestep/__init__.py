@@ -3,18 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 from loosestep.attach import attach
-from loosestep.core.contracts import CommError, LostPeer
+from loosestep.core.errors import CommError, LostPeer
 from loosestep.mesh import node_mesh
 from loosestep.run import Run
 from loosestep.strategies import ADPSGD, DASO, AllReduce, DelayByOne, DiLoCo, LocalSGD, Strategy, strategy
 from loosestep.topology import Topology
+from loosestep.version import __version__
 
 if TYPE_CHECKING:
     from loosestep import lab as lab
     from loosestep.sim.cluster import Cluster
     from loosestep.sim.driver import simulate
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ADPSGD",
@@ -29,6 +28,7 @@ __all__ = [
     "Run",
     "Strategy",
     "Topology",
+    "__version__",
     "attach",
     "node_mesh",
     "simulate",

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from loosestep.core.contracts import CommError, LostPeer
 from loosestep.core.engines.base import Engine
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.wrapped import hold_sync
+from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.replica.shards import local
 from loosestep.core.world import World
 from loosestep.record.recorder import digest_of

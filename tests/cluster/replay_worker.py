@@ -20,7 +20,7 @@ from torch import nn
 
 import loosestep
 from loosestep import launch
-from loosestep.core.contracts import LostPeer
+from loosestep.core.errors import LostPeer
 from loosestep.record.player import RecordingEnds
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import loosestep
-from loosestep.core.contracts import CommError
+from loosestep.core.errors import CommError
 from loosestep.core.thread import Stream
 
 

@@ -7,19 +7,17 @@ whose loader is shorter, and rounds are matched by their sequence number, never 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 
-from loosestep.core.replica.staging import nothing
+from loosestep.core.pending import Pending, nothing
 from loosestep.topology import Topology
 
-T = TypeVar("T")
 Vector = list[torch.Tensor]  # one flat tensor per dtype
 Scope = Literal["rank", "node", "world"]
 Outer = Callable[[int, slice, torch.Tensor], torch.Tensor]
@@ -34,49 +32,6 @@ class Kind(IntEnum):
     GATHER = 2  # all replicas become their mean (the start of a cool-down)
     EXCHANGE = 3
     GRADIENTS = 4
-
-
-class CommError(RuntimeError):
-    """Communication failed; the parameters are as they were before the exchange."""
-
-
-class LostPeer(CommError):
-    """A rank died, was cut off or left; `rank` says which."""
-
-    def __init__(self, rank: int, message: str) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class Pending(Generic[T]):
-    """A result that is on its way. `done()` never blocks; `wait()` returns the result or raises what went wrong."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._value: T | None = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether the result (or the error) is here."""
-        return self._event.is_set()
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Wait for the result; `TimeoutError` after `timeout` seconds."""
-        if not self._event.wait(timeout):
-            raise TimeoutError(f"nothing arrived within {timeout} s")
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]
-
-    def fulfil(self, value: T) -> None:
-        """Deliver the result."""
-        self._value = value
-        self._event.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Deliver an error; it is raised by `wait()`."""
-        self._error = error
-        self._event.set()
 
 
 @dataclass

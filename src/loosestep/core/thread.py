@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from loosestep.core.contracts import CommError, Pending
+from loosestep.core.errors import CommError
+from loosestep.core.pending import Pending
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
-from loosestep import launch
+from loosestep import launch, units
 from loosestep.lab import grammar, torchrun
 from loosestep.lab.faults import Announce, Schedule, Slowdown
 from loosestep.lab.grammar import Fault, Partition
@@ -76,7 +76,7 @@ class Lab:
         rate = None if bandwidth is None else grammar.link_rate(bandwidth)
         pairs = {pair: grammar.link_rate(text, what=f"link {pair}") for pair, text in (links or {}).items()}
         self._effects = {
-            "delay": 0.0 if delay is None else grammar.duration(delay),
+            "delay": 0.0 if delay is None else units.duration(delay),
             "loss": 0.0 if loss is None else grammar.share(loss),
             "flip": 0.0 if flip is None else grammar.share(flip, what="--flip"),
         }
@@ -212,7 +212,7 @@ class Lab:
 
     def delay(self, duration: str) -> None:
         """Change the delay, one way."""
-        self._set_wire(delay=grammar.duration(duration, what="delay"))
+        self._set_wire(delay=units.duration(duration, what="delay"))
 
     def bytes(self) -> list[tuple[int, int]]:
         """(sent, received) over each node's cable since the lab began."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
-_NUMBER = r"(\d+(?:\.\d+)?)"
+from loosestep.units import NUMBER, duration, rate
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,6 @@ class Partition:
 Fault = Kill | Stop | Partition
 
 
-def rate(text: str, *, what: str = "--bandwidth") -> int:
-    """Bits per second of `500mbit`."""
-    match = re.fullmatch(_NUMBER + "(kbit|mbit|gbit)", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{what} {text!r}: expected a rate such as 500mbit, 2.5gbit or 800kbit")
-    return round(float(match[1]) * _BITS[match[2]])
-
-
 def link_rate(text: str, *, what: str = "--bandwidth") -> int:
     """A rate that a token bucket can keep."""
     bits = rate(text, what=what)
@@ -55,17 +45,9 @@ def link_rate(text: str, *, what: str = "--bandwidth") -> int:
     return bits
 
 
-def duration(text: str, *, what: str = "--delay") -> float:
-    """Seconds of `20ms`."""
-    match = re.fullmatch(_NUMBER + "(us|ms|s|m|min)", text.strip().lower())
-    if match is None:
-        raise ValueError(f"{what} {text!r}: expected a duration such as 20ms, 1.5s or 2min")
-    return float(match[1]) * _SECONDS[match[2]]
-
-
 def share(text: str, *, what: str = "--loss") -> float:
     """The probability `1%`."""
-    match = re.fullmatch(_NUMBER + "%", text.strip())
+    match = re.fullmatch(NUMBER + "%", text.strip())
     if match is None or not 0 <= float(match[1]) < 100:
         raise ValueError(f"{what} {text!r}: expected a share of the packets such as 1% or 0.1%, below 100%")
     return float(match[1]) / 100
@@ -92,7 +74,7 @@ def links(texts: list[str]) -> dict[tuple[int, int], str]:
 
 def slow(text: str) -> tuple[int, float]:
     """(5, 10.0) of `5:10x`."""
-    match = re.fullmatch(rf"(\d+):{_NUMBER}x", text.strip().lower())
+    match = re.fullmatch(rf"(\d+):{NUMBER}x", text.strip().lower())
     if match is None or float(match[2]) < 1:
         raise ValueError(f"--slow {text!r}: expected RANK:FACTORx with a factor of at least 1, for example 5:10x")
     return int(match[1]), float(match[2])

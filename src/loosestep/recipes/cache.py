@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loosestep.runfolder import checkpoint
+from loosestep import storage
 
 from .errors import RecipeError
 
@@ -27,12 +27,12 @@ def cached(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """
     if path.is_dir():
         try:
-            return checkpoint.read(path)
-        except checkpoint.CheckpointError:
+            return storage.read(path)
+        except storage.CheckpointError:
             shutil.rmtree(path)
     made = make()
     try:
-        checkpoint.write(path, made)
-    except checkpoint.CheckpointError as problem:
+        storage.write(path, made)
+    except storage.CheckpointError as problem:
         raise RecipeError(f"the cache cannot be written: {problem}; LOOSESTEP_CACHE names another folder") from problem
-    return checkpoint.read(path)
+    return storage.read(path)

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from loosestep.record.format import BEHIND, FORMAT, MAGIC, Kind, RecordingError, frame, pack, rank_file
+from loosestep.version import __version__
 
 DIGEST_SHARE = 0.002  # of the CPU time may be spent on digests of the parameters
 
@@ -171,9 +172,7 @@ def make_header(
     *, rank: int, nodes: list[list[int]], strategy: str, seed: int | None, layout: list[str]
 ) -> dict[str, Any]:
     """What a recording says about itself at its beginning."""
-    import loosestep
-
-    about = {"format": FORMAT, "loosestep": loosestep.__version__, **circumstances()}
+    about = {"format": FORMAT, "loosestep": __version__, **circumstances()}
     return {**about, "rank": rank, "nodes": nodes, "strategy": strategy, "seed": seed, "layout": layout}
 
 

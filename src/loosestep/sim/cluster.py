@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loosestep.lab import grammar
+from loosestep import units
 from loosestep.topology import Topology
 
 FORWARD = 1 / 3  # a backward costs about twice its forward
@@ -168,12 +168,12 @@ def _by_rank(name: str, given: Any) -> Mapping[int, Any]:
 def _rate(name: str, text: str) -> float:
     """Bytes per second of `10gbit`."""
     _require_text(name, text, "a rate such as 500mbit, 2.5gbit or 800kbit")
-    return grammar.rate(text, what=name) / 8
+    return units.rate(text, what=name) / 8
 
 
 def _duration(name: str, text: str) -> float:
     _require_text(name, text, "a duration such as 50us, 20ms or 1.5s")
-    return grammar.duration(text, what=name)
+    return units.duration(text, what=name)
 
 
 def _require_text(name: str, given: Any, expected: str) -> None:

@@ -16,8 +16,10 @@ import torch
 
 from loosestep.core.collectives.gloo import Channel, ordered_sum
 from loosestep.core.collectives.shared_memory import Slots, slot_bytes
-from loosestep.core.contracts import CommError, LostPeer, Parcel, Pending
+from loosestep.core.contracts import Parcel
+from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.messages.heartbeat import Pulse
+from loosestep.core.pending import Pending
 from loosestep.core.thread import Stream
 from loosestep.sim.clock import Clock, Gate, Strand
 from loosestep.sim.links import Flow, Links, Pattern

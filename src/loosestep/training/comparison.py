@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from loosestep.core.contracts import CommError
+from loosestep.core.errors import CommError
 from loosestep.record.player import Player, RecordingEnds, ReplayStopped
 from loosestep.runfolder import checkpoint
 from loosestep.training.loop import Tell, Trainer

@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from loosestep.core.contracts import CommError
+from loosestep.core.errors import CommError
 from loosestep.recipes import Task
 from loosestep.runfolder.config import Config, TrainingError
 from loosestep.runfolder.folder import Journal, RunFolder

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from loosestep.attach import attach
-from loosestep.core.contracts import CommError
+from loosestep.core.errors import CommError
 from loosestep.recipes import RecipeError, find_recipe
 from loosestep.record.format import RecordingError, rank_file
 from loosestep.record.values import ReplayError

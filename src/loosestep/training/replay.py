@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from loosestep import launch
-from loosestep.core.contracts import CommError
+from loosestep.core.errors import CommError
 from loosestep.record.format import Kind, Recording, RecordingError
 from loosestep.record.source import FOLDER, UNTIL, Place
 from loosestep.record.values import ReplayError

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from loosestep.core.collectives.nccl import GRADIENTS, LANES, NearChannel, Reach, open_group, read_ways
-from loosestep.core.contracts import CommError, LostPeer
+from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.messages.heartbeat import Pulse
 
 pytestmark = pytest.mark.timeout(20)

@@ -19,7 +19,9 @@ import torch
 
 from loosestep.core.collectives.gloo import Channel, ordered_sum
 from loosestep.core.collectives.groups import Channels, have
-from loosestep.core.contracts import CommError, Invitation, Kind, Landed, Member, Offer, Parcel, Pending, Scope, T
+from loosestep.core.contracts import Invitation, Kind, Landed, Member, Offer, Parcel, Scope
+from loosestep.core.errors import CommError
+from loosestep.core.pending import Pending, T
 from loosestep.core.plain_state import flatten, unflatten
 from loosestep.core.world import World
 from loosestep.events import Trace

@@ -25,7 +25,8 @@ from torch._C._distributed_c10d import (
 )
 
 from loosestep.core.collectives.shared_memory import Slots, forget, open_slots
-from loosestep.core.contracts import CommError, Parcel
+from loosestep.core.contracts import Parcel
+from loosestep.core.errors import CommError
 from loosestep.core.messages.heartbeat import Pulse
 
 SLICE = timedelta(milliseconds=250)  # how often a wait looks at the heartbeats

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from loosestep.core.collectives.gloo import PATIENCE, SLICE, Channel
-from loosestep.core.contracts import CommError
+from loosestep.core.errors import CommError
 from loosestep.core.messages.heartbeat import Pulse
 from loosestep.core.thread import Stream
 

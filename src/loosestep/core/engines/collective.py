@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from loosestep.core.contracts import Comm, Invitation, Kind, Landed, Offer, Outer, Parcel, Pending, Scope, Vector
+from loosestep.core.contracts import Comm, Invitation, Kind, Landed, Offer, Outer, Parcel, Scope, Vector
 from loosestep.core.engines.gradients import GradientAverager, Plain
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.wrapped import averages_gradients
+from loosestep.core.pending import Pending
 from loosestep.core.replica.shards import is_dtensor, load_localised, local, localise, reshard, sharding_modules
 from loosestep.core.world import World
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from loosestep.core.collectives.collective import Collective
-from loosestep.core.contracts import CommError, LostPeer, Vector
+from loosestep.core.contracts import Vector
 from loosestep.core.engines.collective import align
 from loosestep.core.engines.gradients import GradientAverager
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.momentum import momentum
+from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.gossip.budget import FOLDING, RELAYING, Pace
 from loosestep.core.gossip.mailbox import Mailbox
 from loosestep.core.gossip.peer import Pending

@@ -24,9 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from loosestep.core.collectives.gloo import ordered_sum
-from loosestep.core.contracts import Comm, Parcel, Pending, Scope
+from loosestep.core.contracts import Comm, Parcel, Scope
+from loosestep.core.pending import Pending, nothing
 from loosestep.core.replica.shards import local
-from loosestep.core.replica.staging import Staging, nothing
+from loosestep.core.replica.staging import Staging
 
 LEAST, MOST = 1 << 18, 25 << 20  # bytes in a bucket
 

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from loosestep.core.collectives.collective import Collective
-from loosestep.core.contracts import Invitation, Kind, Offer, Parcel, Pending, Vector
+from loosestep.core.contracts import Invitation, Kind, Offer, Parcel, Vector
 from loosestep.core.engines.collective import align
 from loosestep.core.engines.gossip import GossipEngine, Way, completely, write
 from loosestep.core.engines.gradients import GradientAverager, Plain
 from loosestep.core.gossip.mailbox import Mailbox
 from loosestep.core.gossip.shadow import Fold
+from loosestep.core.pending import Pending
 from loosestep.core.replica.replica import Replica, Snapshot
 from loosestep.core.replica.shards import is_dtensor, local, pieces, reshard
 from loosestep.core.world import simulated

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from numpy.typing import NDArray
 
-from loosestep.core.contracts import Pending
+from loosestep.core.pending import Pending
 from loosestep.core.replica.staging import Groups, Staging
 from loosestep.core.thread import Stream
 

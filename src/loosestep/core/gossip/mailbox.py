@@ -43,7 +43,7 @@ from loosestep.core.messages.directory import Directory, Store
 from loosestep.core.messages.frames import HEADER_BYTES, Flags, Header, Wire, curve_pair, key_bytes
 from loosestep.core.messages.members import State
 from loosestep.core.messages.sockets import Curve, Transport
-from loosestep.core.replica.staging import nothing
+from loosestep.core.pending import nothing
 from loosestep.record.format import Kind as Record
 from loosestep.record.format import pack
 from loosestep.record.recorder import Recorder

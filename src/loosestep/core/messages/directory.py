@@ -12,7 +12,7 @@ from torch.distributed import DistStoreError
 
 from loosestep.core.messages.address import is_loopback
 from loosestep.core.messages.frames import derive
-from loosestep.core.replica.staging import nothing
+from loosestep.core.pending import nothing
 
 LOOK = timedelta(seconds=0.25)  # between two looks whether somebody can still come
 

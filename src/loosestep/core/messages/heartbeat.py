@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from loosestep.core.contracts import CommError, LostPeer
+from loosestep.core.errors import CommError, LostPeer
 
 FORGIVEN = 2.0  # a check this late means that this process itself was stopped
 

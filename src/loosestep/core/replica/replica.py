@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from loosestep.core.contracts import Vector
+from loosestep.core.pending import nothing
 from loosestep.core.replica.shards import describe, is_dtensor, local, reshard, sharding_modules
-from loosestep.core.replica.staging import Image, Staging, nothing
+from loosestep.core.replica.staging import Image, Staging
 
 
 @dataclass(frozen=True)

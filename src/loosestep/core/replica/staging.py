@@ -18,11 +18,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from loosestep.core.pending import nothing
+
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]  # host, device
-
-
-def nothing() -> None:
-    """Everything is here already."""
 
 
 class Staging:
