@@ -24,11 +24,11 @@ LEVELS = {
     4: ["strategies", "core.gossip"],
     5: ["core.world", "runfolder"],
     6: ["core.engines", "report"],
-    7: ["attach", "sim"],
+    7: ["attachment", "sim"],
     8: ["", "training", "integrations"],  # "": the names that users import
     9: ["cli"],
 }
-SAME_ROOM = {"run": "attach", "mesh": "attach"}  # what the user touches, side by side in the root
+SAME_ROOM = {"run": "attachment", "mesh": "attachment"}  # what the user touches, side by side in the root
 ROOMS = {room: level for level, rooms in LEVELS.items() for room in rooms}
 TO_BE_CUT = {("core.collectives.collective", "core.world"), ("core.collectives.groups", "core.world")}
 

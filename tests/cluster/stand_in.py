@@ -35,7 +35,7 @@ def near(rank: int, *, gpus: str = "own", **environment: str) -> Iterator[Counte
             traffic["between" if between else "inside"] += times * tensor.numel() * tensor.element_size()
 
     with (
-        patch("loosestep.attach.find_gpu", lambda device: identity),
+        patch("loosestep.attachment.find_gpu", lambda device: identity),
         patch("loosestep.core.collectives.nccl.open_group", gloo),
         patch.object(NearChannel, "_count", count),
         patch.dict(os.environ, environment),

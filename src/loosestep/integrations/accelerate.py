@@ -15,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from loosestep.attach import attach as attach_plain
+from loosestep.attachment import attach as attach_plain
 from loosestep.run import Run
 from loosestep.strategies import Strategy
 

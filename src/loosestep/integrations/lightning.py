@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 
-from loosestep.attach import attach
+from loosestep.attachment import attach
 from loosestep.run import Run
 from loosestep.strategies import Strategy
 from loosestep.topology import Topology

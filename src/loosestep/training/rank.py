@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from loosestep.attach import attach
+from loosestep.attachment import attach
 from loosestep.core.errors import CommError
 from loosestep.recipes import RecipeError, find_recipe
 from loosestep.record.format import RecordingError, rank_file
