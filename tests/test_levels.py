@@ -18,6 +18,7 @@ LEVELS = {
         "core.errors",
         "core.pending",
         "core.plain_state",
+        "core.plain_torch",
     ],
     2: ["core.thread", "core.contracts", "core.messages", "record", "launch", "recipes"],
     3: ["core.collectives", "core.replica", "lab"],

@@ -23,6 +23,7 @@ from loosestep.core.engines.gossip import GossipEngine
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.node_gossip import NodeGossipEngine
 from loosestep.core.engines.wrapped import Inside, averages_gradients, check_fit, check_gossip, look_inside
+from loosestep.core.plain_torch import in_plain_torch
 from loosestep.core.replica.replica import Replica
 from loosestep.core.world import World, open_world, simulated
 from loosestep.record.format import Recording, RecordingError, rank_file
@@ -38,6 +39,7 @@ _attached: WeakSet[nn.Module] = WeakSet()
 _HOW = {"plain": "plain", "ddp": "wrapped in DistributedDataParallel", "shards": "sharded"}
 
 
+@in_plain_torch
 def attach(
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],

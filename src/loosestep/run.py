@@ -21,6 +21,7 @@ from loosestep.core.engines.base import Engine
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.wrapped import hold_sync
 from loosestep.core.errors import CommError, LostPeer
+from loosestep.core.plain_torch import plain_torch
 from loosestep.core.replica.shards import local
 from loosestep.core.world import World
 from loosestep.record.recorder import digest_of
@@ -77,8 +78,9 @@ class Run:
         try:
             yield self.model
         finally:
-            self._learner.replica.wait_for_readers()
-            restore()
+            with plain_torch():
+                self._learner.replica.wait_for_readers()
+                restore()
 
     def finish(self) -> None:
         """Drain what is in flight and leave the same parameters on every rank. Training may go on alone afterwards."""
@@ -133,7 +135,8 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to resume exactly, beside the model and the optimizers. Differs between ranks."""
-        engine = self._engine.save()  # first: what is in flight may change the strategy's state
+        with plain_torch():
+            engine = self._engine.save()  # first: what is in flight may change the strategy's state
         return {
             "version": VERSION,
             "strategy": str(self.strategy),
@@ -156,7 +159,8 @@ class Run:
         self._learner.state = copy.deepcopy(state["state"])
         self._learner.losses.sum, self._learner.losses.count = state["losses"]
         self.trace.totals.steps = state["steps"]
-        self._engine.load(state)
+        with plain_torch():
+            self._engine.load(state)
         self._global_steps = self._engine.global_steps()
 
     def __enter__(self) -> Run:
@@ -168,7 +172,8 @@ class Run:
         if error is None:
             self.finish()
         else:
-            self._break(f"rank {self.rank} left the run: {type(error).__name__}: {error}", culprit=_culprit(error))
+            reason = str(error) if isinstance(error, LostPeer) else f"rank {self.rank} left the run: {_spell(error)}"
+            self._break(reason, culprit=_culprit(error))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if (
@@ -221,7 +226,8 @@ class Run:
     def _guard(self) -> Iterator[None]:
         """Whatever goes wrong inside ends the run, once, with the reason."""
         try:
-            yield
+            with plain_torch():
+                yield
         except BaseException as error:
             reason = str(error) if isinstance(error, CommError) else f"rank {self.rank} failed: {error}"
             self._break(reason, culprit=_culprit(error))
@@ -256,6 +262,10 @@ class Run:
     def _require_active(self) -> None:
         if not self._active:
             raise RuntimeError("this run has ended; attach the model again to go on")
+
+
+def _spell(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _culprit(error: BaseException) -> int | None:
