@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 import loosestep
-from loosestep.core.messages.frames import HEADER_BYTES, Header, Kind
+from loosestep.core.messages.frames import HEADER_BYTES, KIND, Header, Kind
+from loosestep.core.messages.sockets import Letter
 
 parser = argparse.ArgumentParser()
 parser.add_argument("strategy")
@@ -96,18 +97,18 @@ def misbehave(*_):
     """Frames with the right key that do not fit the model; and the next true request, printed."""
     send = courier.transport.send
 
-    def watch(peer, frame):
-        if peer == 0 and frame[5] == Kind.REQUEST:
+    def watch(peer, letter):
+        if peer == 0 and letter.frame[KIND] == Kind.REQUEST:
             courier.transport.send = send
-            say(request=bytes(frame).hex())
-        return send(peer, frame)
+            say(request=bytes(letter.frame).hex())
+        return send(peer, letter)
 
     def act():
         courier.transport.send = watch
         for dtype, numbers in ((2, 17), (1, 500)):
             frame = bytearray(HEADER_BYTES) + np.full(numbers, 1e6).tobytes()
             courier.wire.seal(Header(Kind.REQUEST, run.rank, 0, tag=1, una=1, weight=0.5, dtype=dtype), frame)
-            send(0, frame)
+            send(0, Letter(frame))
 
     run._engine._mailbox._do(act)
 

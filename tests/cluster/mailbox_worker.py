@@ -14,7 +14,8 @@ from torch.distributed import FileStore, TCPStore
 
 from loosestep.core.gossip.mailbox import Mailbox
 from loosestep.core.gossip.peer import Timing
-from loosestep.core.messages.frames import Kind
+from loosestep.core.messages.frames import KIND, Kind
+from loosestep.core.messages.sockets import Letter
 from loosestep.topology.graphs import Gossip
 
 WITH_VALUE = (Kind.REQUEST, Kind.REPLY)
@@ -72,16 +73,16 @@ class Worker:
         """Some frames leave late: behind younger ones, and when what they say has been repeated already."""
         held = []
 
-        def send_or_hold(peer, frame):
+        def send_or_hold(peer, letter):
             now = time.monotonic()
             for entry in [entry for entry in held if entry[0] <= now]:
                 held.remove(entry)
                 send(*entry[1:])
-            if self.late and frame[5] in EXCHANGING and self.draw.random() < 0.1:
+            if self.late and letter.frame[KIND] in EXCHANGING and self.draw.random() < 0.1:
                 self.late -= 1
-                held.append((now + self.draw.uniform(0.05, 0.2), peer, bytes(frame)))
+                held.append((now + self.draw.uniform(0.05, 0.2), peer, Letter(bytearray(letter.frame))))
                 return True
-            return send(peer, frame)
+            return send(peer, letter)
 
         return send_or_hold
 

@@ -242,6 +242,7 @@ def strangers(card: dict, key: str | None) -> dict[str, list[bytes]]:
     def frame(key: str | None = key, **identity: object) -> bytes:
         identity = {"run_id": card["run_id"], "layout": bytes.fromhex(card["layout"])} | identity
         wire = Wire(1, [0, 1, 2], **identity, largest_body=1 << 21, key=key.encode() if key else None)
+        wire.meet(0, "")
         made = bytearray(HEADER_BYTES) + np.full(1000, 1e6).tobytes()
         wire.seal(Header(kind=Kind.REQUEST, source=1, dest=0, tag=1, una=1, weight=0.5, dtype=2), made)
         return bytes(made)

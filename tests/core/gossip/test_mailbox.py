@@ -8,6 +8,7 @@ import pytest
 import torch
 from mailboxes import KEY, QUICK, cluster, cut, die_at, wait_until
 
+from loosestep.core.gossip import mailbox
 from loosestep.core.gossip.mailbox import CHUNK_BYTES
 from loosestep.core.gossip.peer import Timing
 from loosestep.core.gossip.shadow import Shadow
@@ -62,6 +63,16 @@ def test_the_mean_is_untouched_by_exchanges_with_steps_and_losses(options):
             assert torch.equal(params[0], c.params[0][0])
         assert sum(box.counters["lost"] for box in c.boxes) > 10
         assert all(not c.said(rank, "peer_dead") for rank in range(4))
+
+
+def test_a_full_queue_loses_nothing_and_nothing_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "QUEUE", 1)  # every second frame has to wait for its socket
+    with cluster(2, size=1 << 20, timing=Timing(beat=0.05, suspend=5.0, retry=2.0)) as c:
+        for _ in range(10):
+            pending = [c.boxes[0].exchange(1), c.boxes[1].exchange(0)]
+            assert all(each.wait(10) for each in pending)
+        assert sum(box.counters["repeated"] for box in c.boxes) == 0
+        assert sum(box.counters["queue_full"] for box in c.boxes) > 0
 
 
 def test_exchange_never_blocks_and_returns_the_one_in_flight():

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from loosestep.core.gossip.loop import KNOCKS
 from loosestep.core.gossip.mailbox import CHUNK_BYTES, Mailbox, in_flight
 from loosestep.core.messages.address import bind_host, port_range
-from loosestep.core.messages.frames import HEADER_BYTES, Header, Kind, Wire
+from loosestep.core.messages.frames import HEADER_BYTES, KIND, Header, Kind, Wire
 from loosestep.core.messages.sockets import Transport
 
 # ---- strangers
@@ -34,6 +34,7 @@ def forged(**changes):
     """A frame from rank 1 to rank 0 that differs from a right one by `changes`."""
     wire_options = {k: changes.pop(k) for k in ("run_id", "layout", "generation", "key", "session") if k in changes}
     wire = Wire(1, [0, 1], **({"run_id": "run", "layout": b"layout", "largest_body": 1 << 21} | wire_options))
+    wire.meet(0, "")
     body = np.full(changes.pop("numbers", 1000), 1e6).tobytes()
     frame = bytearray(HEADER_BYTES) + body
     header = {"kind": Kind.REQUEST, "source": 1, "dest": 0, "tag": 1, "una": 1, "weight": 0.5, "dtype": 2} | changes
@@ -85,11 +86,11 @@ def test_a_replayed_frame_is_refused():
     with cluster(2, key=KEY) as c:
         transport = c.boxes[1]._courier.transport
         send = transport.send
-        transport.send = lambda peer, frame: copied.append(bytes(frame)) or send(peer, frame)
+        transport.send = lambda peer, letter: copied.append(bytes(letter.frame)) or send(peer, letter)
         c.exchange(1, 0)
         before, received = c.flat(0), c.boxes[0].counters["frames_received"]
         assert received
-        request = next(frame for frame in copied if frame[5] == Kind.REQUEST)
+        request = next(frame for frame in copied if frame[KIND] == Kind.REQUEST)
         frames_to(c, [request] * 5)
         wait_until(lambda: c.boxes[0].counters["rejected"].get("replay") == 5)
         np.testing.assert_array_equal(c.flat(0), before)

@@ -94,9 +94,28 @@ def test_an_earlier_life_of_the_sender_is_refused():
     assert reason(receiver, old) == "key"
 
 
+def test_an_earlier_life_of_the_receiver_is_not_answered_by_a_replay():
+    old = sealed(wire(0, key=KEY))
+    again = Wire(1, [0, 1, 2], run_id="r", layout=b"model", key=KEY, largest_body=4096, session="a new session")
+    again.meet(0, "s0")
+    assert reason(again, old) == "key"
+
+
+def test_a_frame_sent_back_to_its_sender_is_refused():
+    """Its addresses are changed, as they must be to get there; the key of the other direction does not fit."""
+    frame = sealed(wire(0, key=KEY))
+    frame[24:28], frame[28:32] = frame[28:32], frame[24:28]
+    assert reason(wire(0, key=KEY), frame) == "key"
+
+
+def test_the_same_frame_never_has_the_same_check_twice():
+    sender = wire(0, key=KEY)
+    assert len({bytes(sealed(sender, bytes(8))[:16]) for _ in range(50)}) == 50
+
+
 @pytest.mark.parametrize(
     ("offset", "value", "expected"),
-    [(4, 9, "version"), (5, 99, "kind"), (7, 77, "dtype"), (8, 9, "source"), (12, 2, "source"), (72, 1, "size")],
+    [(20, 9, "version"), (21, 99, "kind"), (23, 77, "dtype"), (24, 9, "source"), (28, 2, "source"), (88, 1, "size")],
 )
 def test_bad_fields_are_named(offset, value, expected):
     frame = sealed(wire(0))

@@ -19,9 +19,19 @@ from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError
 from loosestep.core.gossip.fetch import Answers, Fetch
 from loosestep.core.gossip.peer import Link, Pending, Timing, Transfer
 from loosestep.core.gossip.shadow import Buffer, Shadow
-from loosestep.core.messages.frames import DTYPE_CODES, HEADER_BYTES, Flags, FrameError, Header, Kind, Topic, Wire
+from loosestep.core.messages.frames import (
+    DTYPE_CODES,
+    HEADER_BYTES,
+    Flags,
+    FrameError,
+    Header,
+    Kind,
+    Topic,
+    Wire,
+    claimed_source,
+)
 from loosestep.core.messages.members import GONE, Members, State
-from loosestep.core.messages.sockets import Transport
+from loosestep.core.messages.sockets import Letter, Transport
 from loosestep.record.format import DIED, EARLY, FINISHED, pack, pack_readings
 from loosestep.record.format import Kind as Record
 
@@ -246,11 +256,13 @@ class Courier:
             self._post(peer, message)
 
     def _again(self, peer: int, now: float) -> None:
-        """Send everything unanswered again: nothing came for a while, or the connection is new."""
+        """Send everything unanswered again: nothing came for a while, or the connection is new. What waits for its socket
+        has not left yet."""
         link = self.links[peer]
         for message in link.edge.unanswered():
-            self.counters["repeated"] += 1
-            self._post(peer, message)
+            if not message.value.waiting:
+                self.counters["repeated"] += 1
+                self._post(peer, message)
         link.moved, link.patience = now, min(2 * link.patience, 8 * self._timing.retry)
 
     def _exchange_frame(self, header: Header, value: Array | None) -> None:
@@ -290,7 +302,7 @@ class Courier:
             header, body = self.wire.open(frame)
             value = self._value(header, body)
         except FrameError as error:
-            self._reject(error.reason, _claimed_source(frame), error.detail)
+            self._reject(error.reason, claimed_source(frame), error.detail)
             return
         self.counters["frames_received"] += 1
         self.counters["bytes_received"] += len(frame)
@@ -420,6 +432,9 @@ class Courier:
     # ---- sending
 
     def _beat(self, peer: int) -> None:
+        if self.transport.kept(peer):  # what waits for its socket will say as much
+            self.links[peer].sent = time.monotonic()
+            return
         self._send(self._header(Kind.BEAT, peer, tag=self.ending.promised))
 
     def _header(self, kind: Kind, dest: int, **fields: Any) -> Header:
@@ -445,23 +460,18 @@ class Courier:
 
     def _send_frame(self, header: Header, buffer: Buffer) -> None:
         header.dtype = DTYPE_CODES[self.shadow.dtype]
-        self._send(header, buffer.frame)
+        self._send(header, buffer)
 
-    def _send(self, header: Header, frame: memoryview | None = None) -> None:
+    def _send(self, header: Header, letter: Letter | None = None) -> None:
         if self._lose is not None and self._lose(header):
             self.counters["lost"] += 1
             return
-        whole = bytearray(HEADER_BYTES) if frame is None else frame
-        self.wire.seal(header, whole)
-        link = self.links[header.dest]
-        link.sent = time.monotonic()
-        if self.transport.send(header.dest, whole):
+        letter = letter or Letter(bytearray(HEADER_BYTES))
+        if letter.waiting:  # for its socket already, and older than what it would say now
+            return
+        self.wire.seal(header, letter.frame)
+        self.links[header.dest].sent = time.monotonic()
+        if self.transport.send(header.dest, letter):
             self.counters["frames_sent"] += 1
-            self.counters["bytes_sent"] += len(whole)
-        else:
-            self.counters["queue_full"] += 1  # as good as lost: whoever needs an answer asks again
-
-
-def _claimed_source(frame: memoryview) -> int:
-    """Who a refused frame says it is from; -1 when it is too short to say."""
-    return int.from_bytes(frame[8:12], "little") if len(frame) >= HEADER_BYTES else -1
+            self.counters["bytes_sent"] += len(letter.frame)
+            self.counters["queue_full"] += letter.waiting

@@ -51,6 +51,7 @@ from loosestep.record.recorder import Recorder
 Array = NDArray[Any]
 
 CHUNK_BYTES = 1 << 20
+QUEUE = 16  # frames that the socket of an edge takes at a time; the others wait for it
 LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
 TELL = 1.0  # seconds between two events about traffic
 LOOK = 1.0  # seconds between two looks, while waiting, whether the communication thread is still there
@@ -108,7 +109,7 @@ class Mailbox:
         )  # fmt: skip
         curve = _curve(secret, run_id, rank, peers) if encrypt and secret is not None else None
         transport = Transport(
-            host, port_range(), largest=HEADER_BYTES + largest, queue=2 * window + 16, curve=curve
+            host, port_range(), largest=HEADER_BYTES + largest, queue=QUEUE, curve=curve
         )  # fmt: skip
         with ExitStack() as undo:
             undo.callback(transport.close)
@@ -300,8 +301,9 @@ class Mailbox:
     @property
     def counters(self) -> dict[str, Any]:
         """bytes_sent, exchanges (begun here, completed), chunks (landed in the shadow), folds, fold_seconds (on the clock),
-        fold_cpu_seconds, cpu_seconds of the communication thread, rejected frames by reason, ..."""
-        counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "bytes_received", "exchanges", "chunks", "repeated"), 0)
+        fold_cpu_seconds, cpu_seconds of the communication thread, requests repeated, frames that found the queue full and waited, ..."""
+        counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "bytes_received", "exchanges", "chunks"), 0)
+        counted.update(dict.fromkeys(("repeated", "queue_full"), 0))
         counted.update(self._courier.counters)
         counted.update(folds=self._folds, fold_seconds=self._fold_seconds, rejected=dict(self._courier.rejected))
         counted.update(

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from loosestep.core.gossip.exchange import Moved, NotFiniteError
 from loosestep.core.gossip.gpu_relay import Relay
 from loosestep.core.messages.frames import HEADER_BYTES
+from loosestep.core.messages.sockets import Letter
 from loosestep.record.format import Kind, pack
 
 Array = NDArray[Any]
@@ -38,12 +39,11 @@ Span = slice
 SAMPLE_STRIDE = 16  # every 16th number of a difference is enough for the consensus distance
 
 
-@dataclass(slots=True)
-class Buffer:
+@dataclass(slots=True, eq=False)
+class Buffer(Letter):
     """A chunk's value behind room for its header: sent as it is, and never changed while an edge refers to it."""
 
-    frame: memoryview
-    value: Array
+    value: Array = field(kw_only=True)
 
 
 @dataclass(slots=True)
@@ -209,21 +209,22 @@ class Shadow:
                 raise NotFiniteError(f"chunk {chunk} holds NaN or Inf")
             sample = difference[::SAMPLE_STRIDE]
             square = float(np.einsum("i,i->", sample, sample)) / max(1, len(sample))
-            difference *= weight
         with self.lock:
-            self._add(part, difference)
+            self._add(part, difference, weight)
             part.landed.add(Landings(1, snapshot, snapshot))
             self._write(note, part.crossed < self._opened)
         return Moved(weight * total, square)
 
-    def _add(self, part: _Chunk, amount: Array) -> None:
+    def _add(self, part: _Chunk, difference: Array, weight: float) -> None:
+        """delta += weight difference, which is overwritten."""
         target = self._delta[part.start : part.stop]
-        if part.dirty:
-            with np.errstate(over="ignore", invalid="ignore"):
-                target += amount
-        else:
-            target[:] = amount  # the first write since the boundary: no need to zero before
-            part.dirty = True
+        with np.errstate(over="ignore", invalid="ignore"):
+            if part.dirty:
+                difference *= weight
+                target += difference
+            else:
+                np.multiply(difference, weight, out=target)  # the first since the boundary: no need to zero before
+                part.dirty = True
 
     @property
     def age(self) -> int:
@@ -351,7 +352,7 @@ class Shadow:
         if length * self.dtype.itemsize == self._whole and self._free:
             return self._free.pop()
         raw = np.empty(HEADER_BYTES + length * self.dtype.itemsize, dtype=np.uint8)
-        return Buffer(raw.data, raw[HEADER_BYTES:].view(self.dtype))
+        return Buffer(raw.data, value=raw[HEADER_BYTES:].view(self.dtype))
 
     def buffer(self, chunk: int, value: Array) -> Buffer:
         """A copy of a value, ready to be sent."""
@@ -361,7 +362,7 @@ class Shadow:
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back that no edge refers to any more."""
-        if buffer.value.nbytes == self._whole and len(self._free) < 4:
+        if buffer.value.nbytes == self._whole and len(self._free) < 4 and not buffer.waiting:
             self._free.append(buffer)
 
 

@@ -2,8 +2,9 @@
 
 Every rank binds one PULL socket and connects one PUSH socket to every peer, so a stranger can neither take a peer's
 route nor fill its queue. A frame is one message; sending copies it once into ZeroMQ (measured: zero-copy sends cost the
-same, and need another Python thread), receiving does not copy. A full queue loses the frame: whoever needs an answer
-asks again. When a connection closes, the peer's port is tried: refused three times in a row means the process is gone.
+same, and need another Python thread), receiving does not copy. No frame is dropped here: one that a full queue does not
+take is kept until it does, and whoever sends sees it. When a connection closes, the peer's port is tried: refused three
+times in a row means the process is gone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import socket
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +51,14 @@ class News:
     hung_up: int = 0  # connections that closed before it, as those of peers do that look whether this process lives
 
 
+@dataclass(slots=True, eq=False)
+class Letter:
+    """Memory that holds a frame. While it is `waiting` for its socket nobody may write to it."""
+
+    frame: bytearray | memoryview
+    waiting: bool = False
+
+
 @dataclass(slots=True)
 class _Probe:
     due: float
@@ -67,6 +77,7 @@ class Transport:
         self._addresses: dict[int, tuple[str, int]] = {}
         self._monitors: dict[zmq.Socket[bytes], int] = {}
         self._probes: dict[int, _Probe] = {}
+        self._kept: dict[int, deque[Letter]] = {}
         self._poller = zmq.Poller()
         self._own_monitor: zmq.Socket[bytes] | None = None
         self._wake_in, self._wake_out = socket.socketpair()
@@ -125,16 +136,45 @@ class Transport:
         self._peers[peer], self._addresses[peer] = push, address
         push.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
 
-    def send(self, peer: int, frame: bytearray | memoryview) -> bool:
-        """False when the peer's queue is full or it was forgotten."""
-        push = self._peers.get(peer)
-        if push is None:
+    def send(self, peer: int, letter: Letter) -> bool:
+        """Send a frame as soon as the peer's queue takes it; False when the peer was forgotten."""
+        if peer not in self._peers:
             return False
+        kept = self._kept.get(peer)
+        if kept is not None:
+            kept.append(letter)
+            letter.waiting = True
+        elif not self._pass_on(peer, letter):
+            letter.waiting = True
+            self._kept[peer] = deque([letter])
+            self._poller.register(self._peers[peer], zmq.POLLOUT)
+        return True
+
+    def _pass_on(self, peer: int, letter: Letter) -> bool:
         try:
-            push.send(frame, zmq.DONTWAIT)
+            self._peers[peer].send(letter.frame, zmq.DONTWAIT)
         except zmq.Again:
             return False
+        letter.waiting = False
         return True
+
+    def kept(self, peer: int) -> int:
+        """How many frames wait for the peer's queue."""
+        return len(self._kept.get(peer, ()))
+
+    def _pass_on_kept(self) -> None:
+        for peer, kept in list(self._kept.items()):
+            while kept and self._pass_on(peer, kept[0]):
+                kept.popleft()
+            if not kept:
+                self._let_go(peer)
+
+    def _let_go(self, peer: int) -> None:
+        """Keep no more frames of this peer."""
+        for letter in self._kept.pop(peer, ()):
+            letter.waiting = False
+        if self._peers[peer] in self._poller:
+            self._poller.unregister(self._peers[peer])
 
     def wake(self) -> None:
         """End the wait; from any thread."""
@@ -157,6 +197,7 @@ class Transport:
                 self._watch(self._monitors[ready], recv_monitor_message(ready), news)
             elif ready == self._wake_in.fileno():
                 self._wake_in.recv(4096)
+        self._pass_on_kept()
         self._probe(news)
         return news
 
@@ -224,9 +265,10 @@ class Transport:
     def forget(self, peer: int, *, linger: float = 0.0) -> None:
         """Close the connection to a peer."""
         self._end_probe(peer)
-        push = self._peers.pop(peer, None)
-        if push is None:
+        if peer not in self._peers:
             return
+        self._let_go(peer)
+        push = self._peers.pop(peer)
         push.disable_monitor()
         for monitor in [m for m, watched in self._monitors.items() if watched == peer]:
             self._poller.unregister(monitor)
@@ -238,6 +280,10 @@ class Transport:
         """Send what is queued for at most `linger` seconds, then let everything go. A second call does nothing."""
         if self._context.closed:
             return
+        until = time.monotonic() + linger
+        while self._kept and time.monotonic() < until:
+            zmq.select([], [self._peers[peer] for peer in self._kept], [], timeout=0.02)
+            self._pass_on_kept()
         for peer in list(self._peers):
             self.forget(peer, linger=linger)
         if self._own_monitor is not None:
