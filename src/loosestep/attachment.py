@@ -23,6 +23,7 @@ from loosestep.core.engines.gossip import GossipEngine
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.node_gossip import NodeGossipEngine
 from loosestep.core.engines.wrapped import Inside, averages_gradients, check_fit, check_gossip, look_inside
+from loosestep.core.plain_state import flatten
 from loosestep.core.plain_torch import in_plain_torch
 from loosestep.core.replica.replica import Replica
 from loosestep.core.world import World, open_world, simulated
@@ -65,7 +66,9 @@ def attach(
     """
     if deadline <= 0:
         raise ValueError(f"deadline must be positive seconds, got {deadline}")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = (
+        [optimizer] if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable) else [*optimizer]
+    )
     world = open_world(topology, deadline=deadline)
     with ExitStack() as undo:
         undo.callback(world.close)
@@ -264,11 +267,7 @@ def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy
         raise TypeError(f"the first argument must be a torch.nn.Module, got {type(model).__name__}")
     if model in _attached:
         raise RuntimeError("this model is already attached; call run.finish() before attaching it again")
-    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
-        raise TypeError(
-            "the second argument must be a torch optimizer or several of them, got "
-            + repr([type(o).__name__ for o in optimizers])
-        )
+    _check_optimizers(optimizers)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not any(p.numel() for p in trainable):
         raise ValueError(
@@ -296,6 +295,8 @@ def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy
     if isinstance(strategy, ADPSGD):
         strategy.graph(len(world.topology.nodes) if strategy.replica == "node" else world.topology.world)
         check_gossip(model, mates)
+    if not strategy.gossip:
+        _check_groups(optimizers)
     lockstep = averages_gradients(inside, strategy, world.topology)
     if lockstep and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
         raise ValueError(
@@ -304,6 +305,34 @@ def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy
     if lockstep and not hooks:
         raise ValueError(f"{strategy} averages gradients in hooks; hooks=False needs a strategy with replica='rank'")
     return inside
+
+
+def _check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Torch optimizers, whose own hooks run."""
+    kinds = [type(o).__name__ for o in optimizers]
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise TypeError(
+            f"the second argument must be a torch optimizer or several of them, got {', '.join(kinds) or 'none'}"
+        )
+    if "AcceleratedOptimizer" in kinds:
+        raise TypeError(
+            "the optimizer was prepared by Accelerate, which wraps it: use loosestep.integrations.accelerate.attach, or attach "
+            "before prepare"
+        )
+
+
+def _check_groups(optimizers: list[Optimizer]) -> None:
+    """A rank that was away takes over what the groups hold, so that has to be plain."""
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                try:
+                    flatten(None if name == "params" else value)
+                except TypeError as error:
+                    raise TypeError(
+                        f"group {index} of {type(optimizer).__name__} holds {name}={value!r}, which cannot be sent to a rank "
+                        f"that has to catch up: {error}; keep it outside of the optimizer"
+                    ) from error
 
 
 def _difference(world: World, rank: int, first: int) -> str:

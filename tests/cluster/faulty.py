@@ -63,6 +63,7 @@ except (RuntimeError, ValueError) as error:
         kept=kept,
         exact=exact,
         at=time.monotonic(),
+        saved=run.state_dict()["steps"],
     )
 else:
     say(done=True, digest=digest(model[0]))

@@ -33,6 +33,7 @@ def said(rank: launch.Rank, key: str):
         ("daso", 3, ("--near",)),
         ("allreduce", 2, ()),
         ("localsgd:period=2,delay=1", 1, ()),
+        ("delay-by-one", 1, ("--size", "3000000")),  # an exchange is in flight
     ],
 )
 def test_a_killed_rank_ends_the_run_everywhere_and_is_named(strategy, victim, options):
@@ -50,6 +51,7 @@ def test_a_killed_rank_ends_the_run_everywhere_and_is_named(strategy, victim, op
                 assert f"rank {victim} is lost" in report["message"]
                 assert report["exact"], "the parameters are those of the local step, no half-done exchange"
                 assert report["at"] - killed < DEADLINE + 2
+                assert report["saved"] > 10, "a survivor can save where it was"
                 assert said(rank, "threads")["threads"] == []
                 assert rank.returncode == 0
 

@@ -53,6 +53,10 @@ def bad(rank: int, case: str):
         model = "net"
     elif case == "not an optimizer":
         optimizer = [3]
+    elif case == "a scheduler":
+        optimizer = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    elif case == "no plain group":
+        optimizer.param_groups[0]["rule"] = {1, 2}
     elif case == "topology":
         loosestep.attach(model, optimizer, strategy, topology=Topology([[0, 1, 2]]))
     loosestep.attach(model, optimizer, strategy, topology=PAIR, deadline=5, hooks=case != "hooks")
@@ -65,6 +69,8 @@ def bad(rank: int, case: str):
         ("frozen", ["no parameters that require gradients"] * 2),
         ("empty", ["or only empty ones"] * 2),
         ("foreign optimizer", ["build the optimizer from model.parameters()"] * 2),
+        ("a scheduler", ["must be a torch optimizer or several of them, got StepLR"] * 2),
+        ("no plain group", ["group 0 of SGD holds rule={1, 2}, which cannot be sent"] * 2),
         ("shape", ["entry 0 is 'weight: (3, 3) float32' on rank 1 and 'weight: (2, 3) float32' on rank 0"] * 2),
         ("dtype", ["'weight: (2, 3) float64' on rank 1"] * 2),
         ("more", ["1 tensors on rank 1, 2 on rank 0"] * 2),

@@ -1,5 +1,6 @@
 """Nested state without pickle."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,6 +27,12 @@ def test_tensors_keep_their_dtype_and_place():
     assert torch.equal(back["a"][0], torch.arange(3))
     assert back["a"][1]["b"].dtype == torch.bfloat16
     assert back[7].shape == ()
+
+
+def test_numbers_of_numpy_and_dtypes_are_plain_too():
+    back = unflatten(*flatten({"lr": np.float32(0.5), "steps": np.int64(3), "state": torch.bfloat16}))
+    assert back == {"lr": 0.5, "steps": 3, "state": torch.bfloat16}
+    assert type(back["lr"]) is float
 
 
 def test_anything_else_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -13,6 +14,10 @@ def flatten(state: Any) -> tuple[str, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
 
     def encode(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.Tensor):
             tensors.append(value.detach().cpu().contiguous())
             return {"$tensor": len(tensors) - 1}
@@ -25,7 +30,7 @@ def flatten(state: Any) -> tuple[str, list[torch.Tensor]]:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise TypeError(
-            f"a state may hold dicts, lists, tuples, numbers, strings and tensors, got {type(value).__name__}"
+            f"a state may hold dicts, lists, tuples, numbers, strings, dtypes and tensors, got {type(value).__name__}"
         )
 
     structure = encode(state)
@@ -43,6 +48,8 @@ def unflatten(text: str, tensors: list[torch.Tensor]) -> Any:
             ((tag, content),) = value.items()
             if tag == "$tensor":
                 return tensors[content]
+            if tag == "$dtype":
+                return getattr(torch, content)
             if tag == "$tuple":
                 return tuple(decode(item) for item in content)
             return {decode(key): decode(item) for key, item in content}

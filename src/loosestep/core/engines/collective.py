@@ -13,6 +13,7 @@ from loosestep.core.contracts import Comm, Invitation, Kind, Landed, Offer, Oute
 from loosestep.core.engines.gradients import GradientAverager, Plain
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.wrapped import averages_gradients
+from loosestep.core.errors import CommError
 from loosestep.core.pending import Pending
 from loosestep.core.replica.shards import is_dtensor, load_localised, local, localise, reshard, sharding_modules
 from loosestep.core.world import World
@@ -120,10 +121,13 @@ class CollectiveEngine:
         )
 
     def save(self) -> dict[str, Any]:
-        """The exchange in flight, waited for and not folded."""
-        if self._flight is None:
+        """The exchange in flight, waited for and not folded; one that a lost rank has broken off is not there."""
+        try:
+            landed = None if self._flight is None else self._flight.pending.wait()
+        except CommError:
+            landed = None
+        if self._flight is None or landed is None:
             return {"flight": None}
-        landed = self._flight.pending.wait()
         self._replica.staging.receive()
         flight = {"step": self._flight.step, **vars(landed), "vector": [t.to("cpu", copy=True) for t in landed.vector]}
         flight["buffers"] = landed.buffers.clone()
