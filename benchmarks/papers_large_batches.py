@@ -81,11 +81,7 @@ def stages(name: str, results: Sequence[Result]) -> Iterator[list[Cell]]:
         for batch in reversed(plan.batches):
             scaled = base * batch / small
             factors = (
-                (0.25, 0.5, 1.0, 2.0, 4.0)
-                if batch in plan.batches[2:]
-                else (0.5, 1.0)
-                if batch > small
-                else (1.0,)
+                (0.25, 0.5, 1.0, 2.0, 4.0) if batch in plan.batches[2:] else (0.5, 1.0) if batch > small else (1.0,)
             )
             if seeds == (3, 4):
                 factors = (1.0, 2.0, 4.0) if batch in plan.batches[2:] else ()
@@ -114,11 +110,7 @@ def cell_of(result: Mapping[str, Any]) -> Cell:
 
 
 def same(first: Cell, second: Cell) -> bool:
-    return (
-        first[:3] == second[:3]
-        and first.seed == second.seed
-        and abs(first.rate / second.rate - 1) < 1e-6
-    )
+    return first[:3] == second[:3] and first.seed == second.seed and abs(first.rate / second.rate - 1) < 1e-6
 
 
 def chunks(cells: Sequence[Cell], together: int) -> Iterator[list[Cell]]:
@@ -241,10 +233,7 @@ def prepare(folder: Path, data: Path) -> None:
     from loosestep.topology.graphs import permutation
 
     folder.mkdir(parents=True, exist_ok=True)
-    rings = [
-        [permutation(range(LEARNERS), seed, number) for number in range(ROUNDS)]
-        for seed in range(STARTS)
-    ]
+    rings = [[permutation(range(LEARNERS), seed, number) for number in range(ROUNDS)] for seed in range(STARTS)]
     for name, make in (("an4", prepare_speech), ("cifar10", prepare_pictures)):
         arrays = make(data / name, STARTS)
         path = folder / f"{name}.npz"
@@ -260,13 +249,9 @@ def main() -> None:
     parser.add_argument("--arrays", type=Path)
     parser.add_argument("--task", choices=list(PLANS))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="begin nothing that would not end by then"
-    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing that would not end by then")
     parser.add_argument("--epochs", type=float)
-    parser.add_argument(
-        "--together", type=int, help="examples a step, instead of what fits an accelerator"
-    )
+    parser.add_argument("--together", type=int, help="examples a step, instead of what fits an accelerator")
     parser.add_argument("--lines", type=Path, default=LINES)
     chosen = parser.parse_args()
     if chosen.prepare:

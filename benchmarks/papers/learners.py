@@ -42,9 +42,7 @@ RULES = {
     "random-ring": Rule("randomized ring", "adpsgd:topology=random-ring", 1, "random-ring"),
     "delay-by-one": Rule("delay-by-one", "delay-by-one:replica=rank", 1, "mean"),
     "daso": Rule("DASO, 4 nodes of 4", "daso:period=4,delay=1", NODE, "mean", 4, NODE),
-    "node-ring": Rule(
-        "ring of 4 nodes of 4", "adpsgd:topology=ring,replica=node", NODE, "ring", 1, NODE
-    ),
+    "node-ring": Rule("ring of 4 nodes of 4", "adpsgd:topology=ring,replica=node", NODE, "ring", 1, NODE),
 }
 
 
@@ -64,9 +62,7 @@ def ring(members: int) -> NDArray[np.float64]:
     return np.asarray((eye + np.roll(eye, 1, axis=1) + np.roll(eye, -1, axis=1)) / 3)
 
 
-def mixing(
-    rule: Rule, step: int, order: Sequence[int], learners: int = LEARNERS
-) -> NDArray[np.float64]:
+def mixing(rule: Rule, step: int, order: Sequence[int], learners: int = LEARNERS) -> NDArray[np.float64]:
     """T of a step; `order` is the randomized ring of the round."""
     members = learners // rule.group
     if rule.mixing == "none" or step % rule.period or step == 0:
@@ -84,9 +80,7 @@ def mixing(
 
 def inside(rule: Rule, learners: int = LEARNERS) -> NDArray[np.float64]:
     """A: gradients averaged among the learners of a group."""
-    return np.kron(
-        np.eye(learners // rule.group), np.full((rule.group, rule.group), 1 / rule.group)
-    )
+    return np.kron(np.eye(learners // rule.group), np.full((rule.group, rule.group), 1 / rule.group))
 
 
 class Part(NamedTuple):
@@ -111,17 +105,13 @@ class Layout:
     def views(self, rows: Tensor) -> dict[str, Tensor]:
         """The parameters of the models that are the rows, each stacked along the first axis."""
         return {
-            part.name: rows[:, part.begin : part.begin + math.prod(part.shape)].view(
-                len(rows), *part.shape
-            )
+            part.name: rows[:, part.begin : part.begin + math.prod(part.shape)].view(len(rows), *part.shape)
             for part in self.parts
         }
 
     def decayed(self) -> Tensor:
         """1 for what weight decay pulls at: matrices."""
-        return torch.cat(
-            [torch.full((math.prod(part.shape),), float(part.decays)) for part in self.parts]
-        )
+        return torch.cat([torch.full((math.prod(part.shape),), float(part.decays)) for part in self.parts])
 
 
 class Task(Protocol):
@@ -172,9 +162,7 @@ class Trainings:
         self.models = rows[:, None].repeat(1, LEARNERS, 1)
         self._momenta = torch.zeros_like(self.models)
         self._which = torch.tensor([self.seeds.index(cell.seed) for cell in cells])
-        self._rates = torch.tensor([cell.rate for cell in cells], device=device, dtype=dtype).view(
-            count, 1, 1
-        )
+        self._rates = torch.tensor([cell.rate for cell in cells], device=device, dtype=dtype).view(count, 1, 1)
         self._decay = (task.layout.decayed() * task.weight_decay).to(device, dtype)
         self._rules = [RULES[cell.strategy] for cell in cells]
         self._inside = self._put([inside(rule) for rule in self._rules])
@@ -186,10 +174,7 @@ class Trainings:
         self._orders = self._tables()
         periods = math.lcm(*(rule.period for rule in self._rules))
         steps = [0, *range(periods, 2 * periods)]
-        self._mixings = [
-            self._put([mixing(rule, step, range(LEARNERS)) for rule in self._rules])
-            for step in steps
-        ]
+        self._mixings = [self._put([mixing(rule, step, range(LEARNERS)) for rule in self._rules]) for step in steps]
 
     def _put(self, matrices: Sequence[NDArray[np.float64]]) -> Tensor:
         return torch.from_numpy(np.stack(matrices)).to(self.models)
@@ -217,15 +202,11 @@ class Trainings:
     def step(self, step: int) -> Tensor:
         """One step of all; the losses [trainings, learners]."""
         task, rows = self.task, self.models.view(-1, self.task.layout.size)
-        weights = {
-            name: view.requires_grad_() for name, view in task.layout.views(rows.detach()).items()
-        }
+        weights = {name: view.requires_grad_() for name, view in task.layout.views(rows.detach()).items()}
         losses = task.losses(weights, task.batch(step, self.batch, self.seeds), self._which)
         gradients = torch.autograd.grad(losses.sum(), list(weights.values()))
         with torch.no_grad():
-            flat = torch.cat(
-                [gradient.reshape(len(rows), -1) for gradient in gradients], dim=1
-            ).view_as(self.models)
+            flat = torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], dim=1).view_as(self.models)
             flat = exactly(self._inside, flat)
             if task.clip is not None:
                 norms = flat.norm(dim=2, keepdim=True)
@@ -245,9 +226,7 @@ class Trainings:
         with torch.no_grad():
             return self.task.judge(self.task.layout.views(self.models.mean(1)))
 
-    def train(
-        self, *, points: int = 40, tell: Callable[[float], None] = lambda share: None
-    ) -> list[dict[str, Any]]:
+    def train(self, *, points: int = 40, tell: Callable[[float], None] = lambda share: None) -> list[dict[str, Any]]:
         """To the end; a result for every cell, with the curve of its training loss."""
         total = torch.zeros(len(self.cells), device=self.models.device)
         curve, distances, since = [], [], 0

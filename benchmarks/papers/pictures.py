@@ -61,9 +61,7 @@ class Convolution(torch.autograd.Function):
         ctx.save_for_backward(images, weight)
         ctx.stride = stride
         models, batch, height, width, _ = images.shape
-        flat = torch.bmm(
-            neighbourhoods(images, weight.shape[-1], stride), columns(weight).transpose(1, 2)
-        )
+        flat = torch.bmm(neighbourhoods(images, weight.shape[-1], stride), columns(weight).transpose(1, 2))
         return flat.view(models, batch, -(-height // stride), -(-width // stride), -1)
 
     @staticmethod
@@ -136,17 +134,13 @@ class Pictures:
     clip = None
     warm_up = 5.0
 
-    def __init__(
-        self, arrays: Mapping[str, NDArray[Any]], *, device: torch.device, epochs: float = EPOCHS
-    ) -> None:
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], *, device: torch.device, epochs: float = EPOCHS) -> None:
         self.device, self.epochs = device, epochs
         names = [str(name) for name in arrays["names"]]
         shapes = [tuple(int(side) for side in str(shape).split("x")) for shape in arrays["shapes"]]
         self.layout = Layout(dict(zip(names, shapes, strict=True)))
         self._starts = torch.from_numpy(arrays["starts"])
-        self._images = torch.from_numpy(arrays["images"]).to(
-            device
-        )  # [count, channels, height, width], bytes
+        self._images = torch.from_numpy(arrays["images"]).to(device)  # [count, channels, height, width], bytes
         self._labels = torch.from_numpy(arrays["labels"].astype(np.int64)).to(device)
         self._test = int(arrays["test"])
         self._train = len(self._labels) - self._test
@@ -169,9 +163,7 @@ class Pictures:
 
     def batch(self, step: int, batch: int, seeds: Sequence[int]) -> Shown:
         """Shifted and mirrored at random, drawn on the device."""
-        which = torch.stack(
-            [self._order(seed)[step * batch : (step + 1) * batch] for seed in seeds]
-        )
+        which = torch.stack([self._order(seed)[step * batch : (step + 1) * batch] for seed in seeds])
         images = self._images[which.flatten()]
         count, channels, height, width = images.shape
         down, right = torch.randint(-CROP, CROP + 1, (2, count, 1), device=self.device)
@@ -201,23 +193,15 @@ class Pictures:
     def losses(self, weights: Mapping[str, Tensor], batch: Shown, which: Tensor) -> Tensor:
         images, labels = batch.images[which].flatten(0, 1), batch.labels[which].flatten(0, 1)
         found = scores(weights, images.to(weights["output.bias"].dtype))
-        return (
-            F.cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="none")
-            .view(labels.shape)
-            .mean(1)
-        )
+        return F.cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
 
     def judge(self, weights: Mapping[str, Tensor]) -> list[dict[str, float]]:
         """Accuracy and loss on the test set, of every model."""
         models = len(weights["output.bias"])
         right = torch.zeros(models, device=self.device)
         loss = torch.zeros(models, device=self.device, dtype=weights["output.bias"].dtype)
-        for at in torch.arange(self._train, self._train + self._test, device=self.device).split(
-            500
-        ):
-            images = self._normal(self._images[at].permute(0, 2, 3, 1)).to(
-                weights["output.bias"].dtype
-            )
+        for at in torch.arange(self._train, self._train + self._test, device=self.device).split(500):
+            images = self._normal(self._images[at].permute(0, 2, 3, 1)).to(weights["output.bias"].dtype)
             labels = self._labels[at].expand(models, -1)
             found = scores(weights, images.expand(models, *images.shape))
             right += (found.argmax(-1) == labels).sum(1)
@@ -245,7 +229,5 @@ def prepare(data: Path, seeds: int) -> dict[str, NDArray[Any]]:
         "deviation": pixels.std((0, 2, 3), correction=0).clamp_min(1).float().numpy(),
         "names": np.array(list(states[0])),
         "shapes": np.array(["x".join(map(str, tensor.shape)) for tensor in states[0].values()]),
-        "starts": np.stack(
-            [torch.cat([t.flatten() for t in state.values()]).numpy() for state in states]
-        ),
+        "starts": np.stack([torch.cat([t.flatten() for t in state.values()]).numpy() for state in states]),
     }

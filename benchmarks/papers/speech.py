@@ -6,7 +6,6 @@ Utterances are varied as the recipe does it (phase, speed, masks, noise), by one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,29 +102,21 @@ def backwards(frames: Tensor, lengths: Tensor) -> Tensor:
     return frames.gather(1, turned[..., None].expand(-1, -1, -1, frames.shape[3]))
 
 
-def bidirectional(
-    frames: Tensor, lengths: Tensor, weights: Mapping[str, Tensor], layer: int
-) -> Tensor:
+def bidirectional(frames: Tensor, lengths: Tensor, weights: Mapping[str, Tensor], layer: int) -> Tensor:
     """One layer of every model: [models, frames, batch, 2 cells]."""
     models, longest, batch, _ = frames.shape
     gates, back = [], []
     for suffix, inputs in (("", frames), ("_reverse", backwards(frames, lengths))):
         kinds = ("into", "back", "first_bias", "second_bias")
         into, own, first, second = (weights[f"lstms.{layer}.{kind}{suffix}"] for kind in kinds)
-        gates.append(
-            torch.baddbmm((first + second)[:, None], inputs.flatten(1, 2), into.transpose(1, 2))
-        )
+        gates.append(torch.baddbmm((first + second)[:, None], inputs.flatten(1, 2), into.transpose(1, 2)))
         back.append(own)
-    hidden = Recurrence.apply(
-        torch.cat(gates).view(2 * models, longest, batch, -1), torch.cat(back)
-    )
+    hidden = Recurrence.apply(torch.cat(gates).view(2 * models, longest, batch, -1), torch.cat(back))
     ahead, behind = hidden.chunk(2)
     return torch.cat([ahead, backwards(behind, lengths)], dim=-1)
 
 
-def scores(
-    weights: Mapping[str, Tensor], frames: Tensor, lengths: Tensor, *, dropout: float = 0.0
-) -> Tensor:
+def scores(weights: Mapping[str, Tensor], frames: Tensor, lengths: Tensor, *, dropout: float = 0.0) -> Tensor:
     """Of every unit, [models, frames, batch, units]; anything past an utterance's end."""
     layers = sum(name.endswith("into") for name in weights)
     for layer in range(layers):
@@ -177,9 +168,7 @@ def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for layer in range(layers):
         for suffix in ("", "_reverse"):
             for kind, torch_kind in kinds.items():
-                found[f"lstms.{layer}.{kind}{suffix}"] = reordered(
-                    state[f"lstms.{layer}.{torch_kind}_l0{suffix}"]
-                )
+                found[f"lstms.{layer}.{kind}{suffix}"] = reordered(state[f"lstms.{layer}.{torch_kind}_l0{suffix}"])
     found["output.weight"] = state["output.weight"]
     found["output.bias"] = state["output.bias"]
     return found
@@ -197,9 +186,7 @@ class Speech:
     dropout = 0.2
     noise = 0.3
 
-    def __init__(
-        self, arrays: Mapping[str, NDArray[Any]], *, device: torch.device, epochs: float = EPOCHS
-    ) -> None:
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], *, device: torch.device, epochs: float = EPOCHS) -> None:
         self.device, self.epochs = device, epochs
         names = [str(name) for name in arrays["names"]]
         shapes = [tuple(int(side) for side in str(shape).split("x")) for shape in arrays["shapes"]]
@@ -229,9 +216,7 @@ class Speech:
 
     def batch(self, step: int, batch: int, seeds: Sequence[int]) -> Spoken:
         """The utterances of all seeds; the lengths of what they take in a step are alike."""
-        ids = np.stack(
-            [self._plan(batch, seed)[step] for seed in seeds]
-        )  # [seeds, batch], by length
+        ids = np.stack([self._plan(batch, seed)[step] for seed in seeds])  # [seeds, batch], by length
         ids = ids.reshape(len(seeds), -1, LEARNERS).transpose(0, 2, 1)
         draws = [np.random.default_rng([seed, batch, step]) for seed in seeds]
         return self.varied(ids, draws)
@@ -243,10 +228,7 @@ class Speech:
             draw, common = np.random.default_rng([seed, 1]), np.random.default_rng(2)
             pools = -(-steps // pool)
             stream = np.concatenate(
-                [
-                    draw.permutation(self._train)
-                    for _ in range(1 + pools * pool * batch // self._train)
-                ]
+                [draw.permutation(self._train) for _ in range(1 + pools * pool * batch // self._train)]
             )
             plan: list[NDArray[np.int64]] = []
             for number in range(pools):
@@ -268,9 +250,7 @@ class Speech:
         masks = []
         for _ in range(2):
             width = np.floor(np.stack([draw.uniform(size=each) for draw in draws]) * (widest + 1))
-            first = np.floor(
-                np.stack([draw.uniform(size=each) for draw in draws]) * (count - width + 1)
-            )
+            first = np.floor(np.stack([draw.uniform(size=each) for draw in draws]) * (count - width + 1))
             masks.append((first, first + width))
         return self.gathered(ids, phase, speed, count, masks)
 
@@ -286,9 +266,7 @@ class Speech:
         device = self.device
         stacked = -(-count // STACK)
         longest = int(stacked.max())
-        at = np.minimum(
-            np.arange(longest * STACK), count[..., None] - 1
-        )  # the last frame is repeated
+        at = np.minimum(np.arange(longest * STACK), count[..., None] - 1)  # the last frame is repeated
         time = np.minimum(at * speed[..., None], (self._lengths[ids] - phase - 1)[..., None])
         low = np.floor(time)
         begin = (self._begins[ids] + phase)[..., None]
@@ -310,16 +288,10 @@ class Speech:
         for row, own in zip(padded, units, strict=True):
             row[: len(own)] = own
         targets = torch.from_numpy(padded).view(*ids.shape, -1).to(device)
-        return Spoken(
-            frames, torch.from_numpy(stacked), targets, torch.tensor(lengths).view(ids.shape)
-        )
+        return Spoken(frames, torch.from_numpy(stacked), targets, torch.tensor(lengths).view(ids.shape))
 
     def losses(self, weights: Mapping[str, Tensor], batch: Spoken, which: Tensor) -> Tensor:
-        frames = (
-            batch.frames + self.noise * torch.randn_like(batch.frames)
-            if self.noise
-            else batch.frames
-        )
+        frames = batch.frames + self.noise * torch.randn_like(batch.frames) if self.noise else batch.frames
 
         def spread(values: Tensor) -> Tensor:
             return values[which].flatten(0, 1)
@@ -338,9 +310,7 @@ class Speech:
         for ids in np.array_split(tests, min(5, len(tests))):
             shape = (1, 1, len(ids))
             still = ids.reshape(shape)
-            batch = self.gathered(
-                still, np.zeros(shape, np.int64), np.ones(shape), self._lengths[still], []
-            )
+            batch = self.gathered(still, np.zeros(shape, np.int64), np.ones(shape), self._lengths[still], [])
             lengths = batch.lengths[0].expand(models, -1)
             frames = batch.frames[0].to(weights["output.bias"].dtype).expand(models, -1, -1, -1)
             found = scores(weights, frames, lengths.to(self.device))
@@ -402,7 +372,5 @@ def prepare(data: Path, seeds: int) -> dict[str, NDArray[Any]]:
         "symbols": np.array(task.units.symbols),
         "names": np.array(list(states[0])),
         "shapes": np.array(["x".join(map(str, tensor.shape)) for tensor in states[0].values()]),
-        "starts": np.stack(
-            [torch.cat([t.flatten() for t in state.values()]).numpy() for state in states]
-        ),
+        "starts": np.stack([torch.cat([t.flatten() for t in state.values()]).numpy() for state in states]),
     }

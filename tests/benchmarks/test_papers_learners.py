@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import loosestep
-from loosestep.topology.graphs import permutation
 from loosestep.recipes.acoustic.model import AcousticModel
 from loosestep.recipes.vision.resnet import resnet
-from papers import pictures, speech
+from loosestep.topology.graphs import permutation
+from papers import speech
 from papers.learners import LEARNERS, RULES, Cell, Trainings
 from papers.pictures import Pictures, Shown
 from papers.speech import Speech, Spoken
@@ -78,9 +78,7 @@ def arrays_of_speech(seeds: int) -> dict[str, Any]:
     arrays = {
         "frames": draw.standard_normal((lengths.sum(), 3)).astype(np.float16),
         "lengths": lengths,
-        "targets": np.array(
-            [" ".join(map(str, draw.integers(1, 5, size=draw.integers(2, 5)))) for _ in lengths]
-        ),
+        "targets": np.array([" ".join(map(str, draw.integers(1, 5, size=draw.integers(2, 5)))) for _ in lengths]),
         "test": np.array(4),
         "symbols": np.array(["", "A", "B", "C", " "]),
         **described(speech.packed(acoustic_model().state_dict())),
@@ -112,21 +110,13 @@ def spoken_loss(model: nn.Module, taken: Spoken, rank: int) -> Tensor:
     lengths = taken.lengths[0, rank]
     frames = taken.frames[0, rank].transpose(0, 1)[:, : int(lengths.max())]
     target_lengths = taken.target_lengths[0, rank]
-    units = [
-        row[:length] for row, length in zip(taken.targets[0, rank], target_lengths, strict=True)
-    ]
-    logs = (
-        model(frames, lengths).log_softmax(-1).transpose(0, 1)
-    )  # the recipe's own loss rounds to float32
-    return nn.functional.ctc_loss(
-        logs, torch.cat(units), lengths, target_lengths, zero_infinity=True
-    )
+    units = [row[:length] for row, length in zip(taken.targets[0, rank], target_lengths, strict=True)]
+    logs = model(frames, lengths).log_softmax(-1).transpose(0, 1)  # the recipe's own loss rounds to float32
+    return nn.functional.ctc_loss(logs, torch.cat(units), lengths, target_lengths, zero_infinity=True)
 
 
 def shown_loss(model: nn.Module, taken: Shown, rank: int) -> Tensor:
-    return nn.functional.cross_entropy(
-        model(taken.images[0, rank].permute(0, 3, 1, 2)), taken.labels[0, rank]
-    )
+    return nn.functional.cross_entropy(model(taken.images[0, rank].permute(0, 3, 1, 2)), taken.labels[0, rank])
 
 
 def by_the_library(task: Any, name: str, strategy: str) -> list[Tensor]:
@@ -155,9 +145,7 @@ def by_the_library(task: Any, name: str, strategy: str) -> list[Tensor]:
         found = speech.packed(state) if name == "speech" else state
         return torch.cat([tensor.flatten() for tensor in found.values()])
 
-    ran = loosestep.simulate(
-        train, ranks=LEARNERS, ranks_per_node=rule.ranks_per_node, cluster=CLUSTER
-    )
+    ran = loosestep.simulate(train, ranks=LEARNERS, ranks_per_node=rule.ranks_per_node, cluster=CLUSTER)
     return list(ran.results)
 
 
