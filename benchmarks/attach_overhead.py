@@ -1,9 +1,10 @@
-"""What attaching costs per step: hooks, checks and events, without and with a second rank on the node.
+"""What attaching costs per step: hooks, checks and events, without and with a second rank on the
+node.
 
     python benchmarks/attach_overhead.py [--quick]
 
-Blocks of steps of a tiny model, plain and attached in turn, so that the difference is loosestep's own work and not
-arithmetic or traffic. The bar is 1 % of a step of 10 ms: 100 microseconds.
+Blocks of steps of a tiny model, plain and attached in turn, so that the difference is loosestep's
+own work and not arithmetic or traffic. The bar is 1 % of a step of 10 ms: 100 microseconds.
 """
 
 from __future__ import annotations
@@ -18,11 +19,30 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
-from common import Spread, is_rank, leave, machine, options, publish, run_ranks, say, settings_of_rank, table
+from common import (
+    Spread,
+    is_rank,
+    leave,
+    machine,
+    options,
+    publish,
+    run_ranks,
+    say,
+    settings_of_rank,
+    table,
+)
 from loosestep.events import Trace
 
-PLAIN, DDP = "plain loop", "torch DDP"
-VARIANTS = (PLAIN, DDP, "localsgd:period=1000000", "allreduce", "daso:period=4,delay=1", "daso:period=1000000,delay=1")
+PLAIN = "plain loop"
+DDP = "torch DDP"
+VARIANTS = (
+    PLAIN,
+    DDP,
+    "localsgd:period=1000000",
+    "allreduce",
+    "daso:period=4,delay=1",
+    "daso:period=1000000,delay=1",
+)
 STEP = 10e-3
 
 
@@ -34,7 +54,12 @@ def work() -> None:
         for variant in VARIANTS:
             seconds, events = block(variant, settings["steps"])
             say(world=dist.get_world_size(), variant=variant, seconds=seconds, events=events)
-        say(world=dist.get_world_size(), variant="one event", seconds=price_of_an_event(), events=1.0)
+        say(
+            world=dist.get_world_size(),
+            variant="one event",
+            seconds=price_of_an_event(),
+            events=1.0,
+        )
     leave()
 
 
@@ -50,14 +75,17 @@ def block(variant: str, steps: int) -> tuple[float, float]:
     with run or nullcontext():
         train(trained, optimizer, x, y, steps // 10 + 8, run)
         dist.barrier()
-        before, start = len(run.trace.events) if run else 0, time.perf_counter()
+        before = len(run.trace.events) if run else 0
+        start = time.perf_counter()
         train(trained, optimizer, x, y, steps, run)
         seconds = time.perf_counter() - start
         events = (len(run.trace.events) if run else 0) - before
     return seconds / steps, events / steps
 
 
-def train(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, steps: int, run: Any) -> None:
+def train(
+    model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, steps: int, run: Any
+) -> None:
     """An ordinary loop."""
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(x), y)
@@ -89,17 +117,24 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
             added = Spread(tuple(1e6 * (s["seconds"] - b) for s, b in zip(mine, base, strict=True)))
             named = variant if variant in (PLAIN, DDP, "one event") else f"`{variant}`"
             events = f"{mine[0]['events']:.2f}" if variant not in (PLAIN, DDP) else ""
-            extra = ["", ""] if variant == PLAIN else [added.text(".1f"), f"{added.median / 1e6 / STEP:.2%}"]
-            rows.append([f"{world} rank{'s' * (world > 1)}: {named}", micro.text(".1f"), *extra, events])
+            extra = (
+                ["", ""]
+                if variant == PLAIN
+                else [added.text(".1f"), f"{added.median / 1e6 / STEP:.2%}"]
+            )
+            rows.append(
+                [f"{world} rank{'s' * (world > 1)}: {named}", micro.text(".1f"), *extra, events]
+            )
     headers = ["", "microseconds a step", "added", "of a 10 ms step", "events a step"]
     return "\n".join(
         [
             "## What attaching costs a step\n",
             table(headers, rows),
             "",
-            f"Median and range (least-most) of {settings['rounds']} interleaved rounds of {settings['steps']} steps; a model of 4,810 "
-            "parameters. With two ranks on one node the rows other than local SGD contain a real exchange between two processes "
-            "on every step, as DDP's does.\n",
+            f"Median and range (least-most) of {settings['rounds']} interleaved rounds of "
+            f"{settings['steps']} steps; a model of 4,810 parameters. With two ranks on one node "
+            "the rows other than local SGD contain a real exchange between two processes on "
+            "every step, as DDP's does.\n",
             f"{where}.",
         ]
     )
@@ -114,9 +149,14 @@ def main() -> None:
     said = []
     for ranks in (1, 2):
         said += run_ranks(
-            __file__, settings, nodes=1, ranks_per_node=ranks,
-            show=lambda s: f"{s['world']} ranks  {s['variant']:28} {1e6 * s['seconds']:8.1f} microseconds",
-        )  # fmt: skip
+            __file__,
+            settings,
+            nodes=1,
+            ranks_per_node=ranks,
+            show=lambda s: (
+                f"{s['world']} ranks  {s['variant']:28} {1e6 * s['seconds']:8.1f} microseconds"
+            ),
+        )
     publish("attach", section(said, settings, where), quick=quick)
 
 

@@ -1,6 +1,8 @@
-"""What every benchmark needs: its machine and versions, spreads, tables, ranks to run on, a section of RESULTS.md.
+"""What every benchmark needs: its machine and versions, spreads, tables, ranks to run on, a section
+of RESULTS.md.
 
-A benchmark is one script: started by hand it starts itself once per rank and collects what rank 0 says with `say`.
+A benchmark is one script: started by hand it starts itself once per rank and collects what rank 0
+says with `say`.
 """
 
 from __future__ import annotations
@@ -19,18 +21,23 @@ from typing import Any
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 SIMULATED = Path(__file__).with_name("SIMULATED.md")
-TITLE = "# {}\n\nEvery section is written by its script, on the machine and with the versions it names.\n"
+TITLE = (
+    "# {}\n\nEvery section is written by its script, on the machine and with the versions it "
+    "names.\n"
+)
 USUAL_CORES = "2"
 MARK = "@benchmark "
 DONE = "@benchmark-done"
 
 
-# Figures ---------------------------------------------------------------------------------------------------------------
+# Figures ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeated measurements of one thing; nan stands for one that failed, and is counted but not averaged."""
+    """Repeated measurements of one thing; nan stands for one that failed, and is counted but not
+    averaged.
+    """
 
     values: tuple[float, ...]
 
@@ -47,10 +54,14 @@ class Spread:
         return statistics.mean(self.known) if self.known else math.nan
 
     def text(self, form: str = ".2f", *, centre: str = "median") -> str:
-        """`3.10 (2.95-3.20)`: the median or mean, the least and the most; one run alone has no spread. And how many failed."""
+        """`3.10 (2.95-3.20)`: the median or mean, the least and the most; one run alone has no
+        spread. And how many failed.
+        """
         if not self.known:
             return "failed"
-        middle, least, most = getattr(self, centre), min(self.known), max(self.known)
+        middle = getattr(self, centre)
+        least = min(self.known)
+        most = max(self.known)
         lost = len(self.values) - len(self.known)
         failed = f", {lost} of {len(self.values)} failed" if lost else ""
         spread = f" ({least:{form}}-{most:{form}})" if len(self.known) > 1 else ""
@@ -69,12 +80,15 @@ def with_share(values: Sequence[float], base: Sequence[float], form: str) -> str
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; the first column to the left, the others to the right, padded so that it reads as plain text too."""
+    """Markdown; the first column to the left, the others to the right, padded so that it reads
+    as plain text too.
+    """
     widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
         ]
         return f"| {' | '.join(padded)} |"
 
@@ -82,7 +96,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(headers), f"|{rule}|", *map(line, rows)])
 
 
-# Options ---------------------------------------------------------------------------------------------------------------
+# Options ------------------------------------------------------------------------------------------
 
 
 def options(doc: str | None, *, quick: str) -> argparse.ArgumentParser:
@@ -92,7 +106,7 @@ def options(doc: str | None, *, quick: str) -> argparse.ArgumentParser:
     return parser
 
 
-# The machine -----------------------------------------------------------------------------------------------------------
+# The machine --------------------------------------------------------------------------------------
 
 
 def machine() -> str:
@@ -102,9 +116,10 @@ def machine() -> str:
     load = "/".join(f"{value:.1f}" for value in os.getloadavg())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return (
-        f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.system()} "
-        f"{platform.release().split('-')[0]}, load before the run {load}; Python {platform.python_version()}, "
-        f"torch {torch.__version__} (gloo, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'})"
+        f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, "
+        f"{platform.system()} {platform.release().split('-')[0]}, load before the run {load}; "
+        f"Python {platform.python_version()}, torch {torch.__version__} (gloo, "
+        f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'})"
     )
 
 
@@ -115,7 +130,7 @@ def _processor() -> str:
     return platform.machine()
 
 
-# Ranks -----------------------------------------------------------------------------------------------------------------
+# Ranks --------------------------------------------------------------------------------------------
 
 
 def is_rank() -> bool:
@@ -124,7 +139,9 @@ def is_rank() -> bool:
 
 
 def leave() -> None:
-    """The end of a rank's work: let go of everything that holds the process group, then of the group itself."""
+    """The end of a rank's work: let go of everything that holds the process group, then of the
+    group itself.
+    """
     import gc
 
     import torch.distributed as dist
@@ -151,9 +168,11 @@ def run_ranks(
     show: Callable[[dict[str, Any]], str] = str,
     timeout: float = 3600.0,
 ) -> list[dict[str, Any]]:
-    """Run `script` once per rank, with `settings` for `settings_of_rank`; what rank 0 said. `show` makes progress lines.
+    """Run `script` once per rank, with `settings` for `settings_of_rank`; what rank 0 said. `show`
+    makes progress lines.
 
-    With `bandwidth` every node is a network namespace with a cable of that rate; without, all share the loopback.
+    With `bandwidth` every node is a network namespace with a cable of that rate; without, all share
+    the loopback.
     """
     from loosestep.lab import Lab
     from loosestep.launch import Rank
@@ -176,7 +195,10 @@ def run_ranks(
             last = "\n".join(job.ranks[result.first_failure].output[-20:])
             if len(done) < nodes * ranks_per_node:
                 raise RuntimeError(f"rank {result.first_failure} failed:\n{last}")
-            print(f"rank {result.first_failure} ended badly after its last measurement:\n{last}", flush=True)
+            print(
+                f"rank {result.first_failure} ended badly after its last measurement:\n{last}",
+                flush=True,
+            )
     return said
 
 
@@ -186,26 +208,35 @@ def settings_of_rank() -> dict[str, Any]:
     return settings
 
 
-# RESULTS.md ------------------------------------------------------------------------------------------------------------
+# RESULTS.md ---------------------------------------------------------------------------------------
 
 
 def write_section(name: str, text: str, *, path: Path = RESULTS) -> None:
     """Replace the section `name`, or append it; everything else stays as it is."""
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    before = path.read_text() if path.exists() else TITLE.format("Simulated" if path == SIMULATED else "Measured")
+    begin = f"<!-- begin {name} -->"
+    end = f"<!-- end {name} -->"
+    before = (
+        path.read_text()
+        if path.exists()
+        else TITLE.format("Simulated" if path == SIMULATED else "Measured")
+    )
     section = f"{begin}\n{text.strip()}\n{end}"
     head, found, rest = before.partition(begin)
     if found:
         _, closed, tail = rest.partition(end)
         if not closed:
-            raise ValueError(f"{path} has '{begin}' without '{end}'; put the end mark back or remove the section")
+            raise ValueError(
+                f"{path} has '{begin}' without '{end}'; put the end mark back or remove the section"
+            )
         path.write_text(head + section + tail)
     else:
         path.write_text(f"{before.rstrip()}\n\n{section}\n")
 
 
 def here(name: str, where: str) -> str:
-    """A section of its own for a machine (a line of `machine()`) of another size than the one that most tables come from."""
+    """A section of its own for a machine (a line of `machine()`) of another size than the one
+    that most tables come from.
+    """
     cores = where.partition(" cores")[0].rpartition(" ")[2]
     return name if cores == USUAL_CORES else f"{name}-{cores}-cores"
 

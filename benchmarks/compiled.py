@@ -2,9 +2,10 @@
 
     python benchmarks/compiled.py [--quick] [--width 2048 --batch 4096]
 
-Two models of the same kind, one attached and one not, make their steps in turn in one process, so that whatever else the
-machine does hits both alike. The strategy never exchanges: what is compared is what attaching itself does to compiled code.
-On a GPU make the step long enough (`--width`, `--batch`) that the device and not the host decides how long it takes.
+Two models of the same kind, one attached and one not, make their steps in turn in one process, so
+that whatever else the machine does hits both alike. The strategy never exchanges: what is compared
+is what attaching itself does to compiled code. On a GPU make the step long enough (`--width`,
+`--batch`) that the device and not the host decides how long it takes.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ Step = Callable[[], None]
 def make(form: str, attached: bool, seed: int, *, width: int, batch: int) -> tuple[Step, Any]:
     """One step of a training loop of which `form` is compiled, and the run it is attached to."""
     torch.manual_seed(seed)
-    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.GELU()))).to(DEVICE)
+    model = nn.Sequential(
+        *(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.GELU()))
+    ).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     x = torch.randn(batch, width, device=DEVICE)
     whole = form == FORMS[2]
     run = loosestep.attach(model, optimizer, STRATEGY, hooks=not whole) if attached else None
 
-    def loss_and_step(forward: Callable[[torch.Tensor], torch.Tensor], update: Callable[[], Any]) -> None:
+    def loss_and_step(
+        forward: Callable[[torch.Tensor], torch.Tensor], update: Callable[[], Any]
+    ) -> None:
         nn.functional.mse_loss(forward(x), x).backward()
         update()
         optimizer.zero_grad()
@@ -99,7 +104,8 @@ def compare(form: str, rounds: int, steps: int, **size: int) -> dict[str, Any]:
         for name, values in times.items():
             found[name].append(median(values))
         print(
-            f"  {form:24} round {seed}: {1e3 * found['plain'][-1]:.2f} and {1e3 * found['attached'][-1]:.2f} ms",
+            f"  {form:24} round {seed}: {1e3 * found['plain'][-1]:.2f} and "
+            f"{1e3 * found['attached'][-1]:.2f} ms",
             flush=True,
         )
     return found
@@ -113,11 +119,18 @@ def section(found: list[dict[str, Any]], chosen: argparse.Namespace, steps: int,
         graphs = [f"{g} ({b})" for g, b in (line["plain graphs"], line["attached graphs"])]
         milliseconds = Spread(tuple(1e3 * value for value in line["plain"])).text()
         rows.append([line["form"], *graphs, milliseconds, Spread(tuple(added)).text("+.2f")])
-    header = ["compiled", "graphs (breaks), plain", "attached", "ms a step, plain", "added by attaching, %"]
+    header = [
+        "compiled",
+        "graphs (breaks), plain",
+        "attached",
+        "ms a step, plain",
+        "added by attaching, %",
+    ]
     return (
-        f"## torch.compile: with and without attach, {DEVICE.type}\n\n{table(header, rows)}\n\nMedian and range (least-most) of {chosen.rounds} rounds; a "
-        f"round is the median of {steps} steps of each, made in turn. Six linear layers of {chosen.width} with GELU, batch {chosen.batch}, SGD with momentum; `{STRATEGY}`, so nothing is "
-        f"exchanged. {where}."
+        f"## torch.compile: with and without attach, {DEVICE.type}\n\n{table(header, rows)}\n\n"
+        f"Median and range (least-most) of {chosen.rounds} rounds; a round is the median of "
+        f"{steps} steps of each, made in turn. Six linear layers of {chosen.width} with GELU, "
+        f"batch {chosen.batch}, SGD with momentum; `{STRATEGY}`, so nothing is exchanged. {where}."
     )
 
 

@@ -1,14 +1,17 @@
-"""Gradients per second on two emulated nodes with a 500 Mbit/s link: no communication, DDP and loosestep's strategies.
+"""Gradients per second on two emulated nodes with a 500 Mbit/s link: no communication, DDP and
+loosestep's strategies.
 
     python benchmarks/daso_throughput.py [--quick]          (Linux, root)
 
-One set of 2x2 processes runs short blocks of every variant in turn, round after round, so that whatever else the
-machine does hits all of them alike. A block builds model and optimizer, attaches, makes warm-up steps, meets at a barrier, and only
-then is timed; start-up, attach and finish are not. Ratios are taken within a round; the table shows their median.
+One set of 2x2 processes runs short blocks of every variant in turn, round after round, so that
+whatever else the machine does hits all of them alike. A block builds model and optimizer, attaches,
+makes warm-up steps, meets at a barrier, and only then is timed; start-up, attach and finish are
+not. Ratios are taken within a round; the table shows their median.
 
-Emulated compute: a 4 MB model of 8 layers whose forward and backward sleep, as a CPU does that waits for an
-accelerator, 100 ms a step, one third forward; DDP may overlap its communication with the rest of backward.
-Real compute: 8 Linear(1024, 1024), 33.6 MB, batch 64, four processes on this machine's cores.
+Emulated compute: a 4 MB model of 8 layers whose forward and backward sleep, as a CPU does that
+waits for an accelerator, 100 ms a step, one third forward; DDP may overlap its communication with
+the rest of backward. Real compute: 8 Linear(1024, 1024), 33.6 MB, batch 64, four processes on this
+machine's cores.
 """
 
 from __future__ import annotations
@@ -26,22 +29,42 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
-from common import Spread, here, is_rank, leave, machine, publish, ratios, run_ranks, say, settings_of_rank, table
+from common import (
+    Spread,
+    here,
+    is_rank,
+    leave,
+    machine,
+    publish,
+    ratios,
+    run_ranks,
+    say,
+    settings_of_rank,
+    table,
+)
 
 BANDWIDTH = "500mbit"
 FREE = "no communication"
 TUNED_DDP = "torch DDP, bucket_cap_mb=1"
 DDP = "torch DDP"
 WARMUP = (
-    7  # with period 4 an exchange starts at step 4 and has landed by step 7: none is in the air when the clock starts
+    # with period 4 an exchange starts at step 4 and has landed by step 7: none is in the air when
+    # the clock starts
+    7
 )
 VARIANTS = {
     "emulated": [
-        FREE, "daso:period=4,delay=1", DDP, TUNED_DDP, "allreduce", "localsgd:period=4", "daso-paper:period=4",
+        FREE,
+        "daso:period=4,delay=1",
+        DDP,
+        TUNED_DDP,
+        "allreduce",
+        "localsgd:period=4",
+        "daso-paper:period=4",
         "delay-by-one:replica=node",
     ],
     "real": [FREE, "daso:period=4,delay=3", DDP, "daso:period=4,delay=1", "allreduce"],
-}  # fmt: skip
+}
 
 
 class Sleep(torch.autograd.Function):
@@ -79,7 +102,9 @@ def emulated_model() -> nn.Module:
 
 def real_model() -> nn.Module:
     """8 layers, 33.6 MB."""
-    return nn.Sequential(*[module for _ in range(8) for module in (nn.Linear(1024, 1024), nn.ReLU())])
+    return nn.Sequential(
+        *[module for _ in range(8) for module in (nn.Linear(1024, 1024), nn.ReLU())]
+    )
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # model, width, batch
@@ -88,7 +113,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # model, width,
 }
 
 
-# One rank --------------------------------------------------------------------------------------------------------------
+# One rank -----------------------------------------------------------------------------------------
 
 
 def work() -> None:
@@ -115,7 +140,9 @@ def work() -> None:
 
 
 def block(compute: str, variant: str, *, steps: int, seed: int) -> tuple[float, float]:
-    """The seconds for `steps` steps of this rank, and how many of them loosestep knows that it waited."""
+    """The seconds for `steps` steps of this rank, and how many of them loosestep knows that it
+    waited.
+    """
     build, width, batch = MODELS[compute]
     torch.manual_seed(seed)
     model = build()
@@ -125,20 +152,25 @@ def block(compute: str, variant: str, *, steps: int, seed: int) -> tuple[float, 
     trained: nn.Module = model
     if variant in (DDP, TUNED_DDP):
         trained = (
-            DistributedDataParallel(model, bucket_cap_mb=1) if variant == TUNED_DDP else DistributedDataParallel(model)
+            DistributedDataParallel(model, bucket_cap_mb=1)
+            if variant == TUNED_DDP
+            else DistributedDataParallel(model)
         )
     run = None if variant in (FREE, DDP, TUNED_DDP) else loosestep.attach(model, optimizer, variant)
     with run or nullcontext():
         train(trained, optimizer, x, y, WARMUP)
         dist.barrier()
-        waited, start = run.stats["wait_seconds"] if run else 0.0, time.monotonic()
+        waited = run.stats["wait_seconds"] if run else 0.0
+        start = time.monotonic()
         train(trained, optimizer, x, y, steps)
         seconds = time.monotonic() - start
         waited = (run.stats["wait_seconds"] if run else 0.0) - waited
     return seconds, waited
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int
+) -> None:
     """An ordinary loop."""
     for _ in range(steps):
         nn.functional.mse_loss(model(x), y).backward()
@@ -146,12 +178,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
         optimizer.zero_grad()
 
 
-# The table -------------------------------------------------------------------------------------------------------------
+# The table ----------------------------------------------------------------------------------------
 
 
 def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) -> str:
     """The tables and what is needed to judge them."""
-    parts = [f"## Throughput: two nodes of two ranks, a link of 500 Mbit/s, {len(os.sched_getaffinity(0))} cores\n"]
+    parts = [
+        "## Throughput: two nodes of two ranks, a link of 500 Mbit/s, "
+        f"{len(os.sched_getaffinity(0))} cores\n"
+    ]
     titles = {
         "emulated": "Emulated compute, 100 ms a step (sleeps inside the layers), a model of 4.2 MB",
         "real": "Real compute on this machine's cores, 8 Linear(1024, 1024), 33.6 MB, batch 64",
@@ -159,10 +194,12 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
     variants = settings["variants"]
     for compute in settings["steps"]:
         speeds = {
-            v: [s["speed"] for s in said if (s["compute"], s["variant"]) == (compute, v)] for v in variants[compute]
+            v: [s["speed"] for s in said if (s["compute"], s["variant"]) == (compute, v)]
+            for v in variants[compute]
         }
         waits = {
-            v: [s["waiting"] for s in said if (s["compute"], s["variant"]) == (compute, v)] for v in variants[compute]
+            v: [s["waiting"] for s in said if (s["compute"], s["variant"]) == (compute, v)]
+            for v in variants[compute]
         }
         rows = [
             [
@@ -170,7 +207,9 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
                 Spread(tuple(speeds[variant])).text(".1f"),
                 ratios(speeds[variant], speeds[FREE]).text(".3f"),
                 ratios(speeds[variant], speeds[DDP]).text(".2f"),
-                f"{Spread(tuple(waits[variant])).median:.0%}" if variant not in (FREE, DDP, TUNED_DDP) else "",
+                f"{Spread(tuple(waits[variant])).median:.0%}"
+                if variant not in (FREE, DDP, TUNED_DDP)
+                else "",
             ]
             for variant in variants[compute]
         ]
@@ -178,11 +217,14 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
         parts += [f"**{titles[compute]}.**\n", table(headers, rows), ""]
     steps = ", ".join(f"{steps} steps ({compute})" for compute, steps in settings["steps"].items())
     parts.append(
-        f"Median and range (least-most) of {settings['rounds']} rounds; in each round every variant runs once, {steps} timed after "
-        f"{WARMUP} of warm-up, seed = round; ratios within a round. Gradients of all four ranks; start-up, attach and finish not "
-        "counted. Waiting: share of a rank's time that loosestep's events call waiting.\n"
+        f"Median and range (least-most) of {settings['rounds']} rounds; in each round every "
+        f"variant runs once, {steps} timed after {WARMUP} of warm-up, seed = round; ratios within "
+        "a round. Gradients of all four ranks; start-up, attach and finish not counted. Waiting: "
+        "share of a rank's time that loosestep's events call waiting.\n"
     )
-    parts.append(f"Limits: one machine; four processes share its cores, the link is a token bucket. {where}.")
+    parts.append(
+        f"Limits: one machine; four processes share its cores, the link is a token bucket. {where}."
+    )
     return "\n".join(parts)
 
 
@@ -190,7 +232,9 @@ def main() -> None:
     """Parse, run, publish."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds and steps, nothing written; under two minutes"
+        "--quick",
+        action="store_true",
+        help="fewer rounds and steps, nothing written; under two minutes",
     )
     parser.add_argument("--only", choices=list(VARIANTS), help="one kind of compute")
     parser.add_argument("--rounds", type=int)
@@ -200,14 +244,20 @@ def main() -> None:
     steps = {compute: count for compute, count in steps.items() if chosen.only in (None, compute)}
     wanted = {*(chosen.variants or [v for vs in VARIANTS.values() for v in vs]), FREE, DDP}
     variants = {compute: [v for v in VARIANTS[compute] if v in wanted] for compute in steps}
-    settings = {"rounds": chosen.rounds or (1 if chosen.quick else 5), "steps": steps, "variants": variants}
+    settings = {
+        "rounds": chosen.rounds or (1 if chosen.quick else 5),
+        "steps": steps,
+        "variants": variants,
+    }
     where = machine()
     print(where, flush=True)
     said = run_ranks(
         __file__,
         settings,
         bandwidth=BANDWIDTH,
-        show=lambda s: f"round {s['round']}  {s['compute']:9} {s['variant']:28} {s['speed']:7.1f} gradients/s",
+        show=lambda s: (
+            f"round {s['round']}  {s['compute']:9} {s['variant']:28} {s['speed']:7.1f} gradients/s"
+        ),
     )
     publish(
         here("throughput", where),

@@ -1,8 +1,10 @@
-"""What an exchange costs: CPU-seconds per 100 MB exchanged both ways, mailbox against raw TCP and gloo in the same run.
+"""What an exchange costs: CPU-seconds per 100 MB exchanged both ways, mailbox against raw TCP and
+gloo in the same run.
 
-Two processes on this machine swap a float32 vector again and again. Counted is the CPU time of all threads of both, in
-user and system mode. Raw TCP and gloo only move the bytes; the mailbox also copies the value, checks it (xxh3, or a
-keyed hash), looks for NaN and averages it into the shadow on both ends.
+Two processes on this machine swap a float32 vector again and again. Counted is the CPU time of all
+threads of both, in user and system mode. Raw TCP and gloo only move the bytes; the mailbox also
+copies the value, checks it (xxh3, or a keyed hash), looks for NaN and averages it into the shadow
+on both ends.
 
     python benchmarks/exchange_cost.py [--megabytes 32] [--exchanges 12] [--repetitions 5]
 """
@@ -50,8 +52,12 @@ class Process:
     """One of the two; `rank` 0 begins the exchanges of the mailbox."""
 
     def __init__(self, rank: int, store: Any, megabytes: int) -> None:
-        self.rank, self.store, self.count = rank, store, 0
-        self.vector = torch.randn(megabytes * 250_000, generator=torch.Generator().manual_seed(rank))
+        self.rank = rank
+        self.store = store
+        self.count = 0
+        self.vector = torch.randn(
+            megabytes * 250_000, generator=torch.Generator().manual_seed(rank)
+        )
         self.other = torch.empty_like(self.vector)
 
     def meet(self) -> None:
@@ -61,7 +67,9 @@ class Process:
         self.store.wait([f"meet/{self.count}/{1 - self.rank}"], timedelta(seconds=120))
 
     def measure(self, mode: str, exchanges: int) -> float:
-        return {"raw TCP": self._tcp, "gloo": self._gloo}.get(mode, lambda n: self._mailbox(mode, n))(exchanges)
+        return {"raw TCP": self._tcp, "gloo": self._gloo}.get(
+            mode, lambda n: self._mailbox(mode, n)
+        )(exchanges)
 
     def _tcp(self, exchanges: int) -> float:
         if self.rank == 0:
@@ -129,7 +137,9 @@ def work(rank: int, port: int, arguments: argparse.Namespace, results: Any) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--exchanges", type=int, default=12)
     parser.add_argument("--repetitions", type=int, default=5)
@@ -138,7 +148,9 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    workers = [context.Process(target=work, args=(rank, store.port, arguments, results)) for rank in (0, 1)]
+    workers = [
+        context.Process(target=work, args=(rank, store.port, arguments, results)) for rank in (0, 1)
+    ]
     for worker in workers:
         worker.start()
     used: dict[tuple[int, str], float] = {}
@@ -153,16 +165,20 @@ def main() -> None:
 def report(used: dict[tuple[int, str], float], arguments: argparse.Namespace) -> None:
     """One row a mode; ratios within a repetition."""
     hundreds = arguments.megabytes * arguments.exchanges / 100
-    costs = {mode: [used[r, mode] / hundreds for r in range(arguments.repetitions)] for mode in MODES}
+    costs = {
+        mode: [used[r, mode] / hundreds for r in range(arguments.repetitions)] for mode in MODES
+    }
     rows = [
         [mode, Spread(tuple(values)).text(".3f"), ratios(values, costs["raw TCP"]).text(".1f")]
         for mode, values in costs.items()
     ]
     text = (
-        f"## What an exchange costs\n\n{table(['', 'CPU-seconds per 100 MB both ways', 'times raw TCP'], rows)}\n\n"
-        f"Two processes, all their threads, {arguments.exchanges} exchanges of {arguments.megabytes} MB; median and range of "
-        f"{arguments.repetitions} repetitions. Raw TCP and gloo only move bytes; the mailbox also checks and averages them. {machine()}, "
-        f"libzmq {zmq.zmq_version()}, xxhash {xxhash.VERSION}."
+        "## What an exchange costs\n\n"
+        f"{table(['', 'CPU-seconds per 100 MB both ways', 'times raw TCP'], rows)}\n\nTwo "
+        f"processes, all their threads, {arguments.exchanges} exchanges of {arguments.megabytes} "
+        f"MB; median and range of {arguments.repetitions} repetitions. Raw TCP and gloo only move "
+        f"bytes; the mailbox also checks and averages them. {machine()}, libzmq "
+        f"{zmq.zmq_version()}, xxhash {xxhash.VERSION}."
     )
     publish("exchange-cost", text, quick=arguments.quick)
 

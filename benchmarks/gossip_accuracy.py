@@ -1,4 +1,5 @@
-"""Test accuracy of the gossip strategies against synchronous training at the same number of gradients: digits, eight learners.
+"""Test accuracy of the gossip strategies against synchronous training at the same number of
+gradients: digits, eight learners.
 
     python benchmarks/gossip_accuracy.py [--quick]
 
@@ -44,10 +45,11 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
     """The table and what is needed to judge it."""
     return (
         "## Accuracy of gossip: digits, eight learners\n\n"
-        f"{rows_of(said, {strategy: strategy for strategy in STRATEGIES})}\n\n"
-        f"scikit-learn digits, 8x8, ResNet-20 of half width with GroupNorm; {LEARNERS * settings['steps']} gradients of batch "
-        f"{OPTIONS['batch']}; mean and range (least-most) over {settings['seeds']} seeds, the difference seed by seed. "
-        f"Gossip depends on timing: the ranks shared the machine's cores.\n\n{where}."
+        f"{rows_of(said, {strategy: strategy for strategy in STRATEGIES})}\n\nscikit-learn "
+        f"digits, 8x8, ResNet-20 of half width with GroupNorm; {LEARNERS * settings['steps']} "
+        f"gradients of batch {OPTIONS['batch']}; mean and range (least-most) over "
+        f"{settings['seeds']} seeds, the difference seed by seed. Gossip depends on timing: the "
+        f"ranks shared the machine's cores.\n\n{where}."
     )
 
 

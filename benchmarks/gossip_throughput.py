@@ -1,9 +1,11 @@
-"""Gradients per second of gossip against no communication at all, with equal learners and with one ten times slower.
+"""Gradients per second of gossip against no communication at all, with equal learners and with one
+ten times slower.
 
     python benchmarks/gossip_throughput.py [--quick]
 
-Four ranks on the loopback of this machine; a step sleeps for 20 ms, as a CPU does that waits for an accelerator. One set
-of processes runs short blocks of every variant in turn, round after round; ratios are taken within a round.
+Four ranks on the loopback of this machine; a step sleeps for 20 ms, as a CPU does that waits for an
+accelerator. One set of processes runs short blocks of every variant in turn, round after round;
+ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -19,16 +21,32 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loosestep
-from common import Spread, here, is_rank, leave, machine, publish, ratios, run_ranks, say, settings_of_rank, table
+from common import (
+    Spread,
+    here,
+    is_rank,
+    leave,
+    machine,
+    publish,
+    ratios,
+    run_ranks,
+    say,
+    settings_of_rank,
+    table,
+)
 
-FREE, DDP = "no communication", "torch DDP"
+FREE = "no communication"
+DDP = "torch DDP"
 GOSSIP = ["adpsgd:topology=ring", "adpsgd:topology=random-ring", "adpsgd:topology=pairs"]
 CASES = [(1, [*GOSSIP, DDP]), (4, [GOSSIP[0], DDP]), (32, [GOSSIP[0], DDP])]  # MB, variants
-STRETCH = {1: 1.0, 4: 2.0, 32: 6.0}  # how much longer: one exchange of a large model is seconds of allowance
-COMPUTE, SLOWER = 0.02, 10
+# how much longer: one exchange of a large model is seconds of allowance
+STRETCH = {1: 1.0, 4: 2.0, 32: 6.0}
+COMPUTE = 0.02
+SLOWER = 10
 QUIET_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-"""Memory that a step has freed stays with the process: whether the C library hands it back to the kernel on every step is a matter of
-chance, and costs a step of 32 MB a sixth of its time."""
+"""Memory that a step has freed stays with the process: whether the C library hands it back to the
+kernel on every step is a matter of chance, and costs a step of 32 MB a sixth of its time.
+"""
 
 
 def work() -> None:
@@ -47,7 +65,9 @@ def work() -> None:
 
 
 def block(variant: str, megabytes: int, *, slow: int, seconds: float) -> dict[str, float]:
-    """Gradients of all ranks per second over a stretch of time, and the exchanges that a learner began per step in it."""
+    """Gradients of all ranks per second over a stretch of time, and the exchanges that a learner
+    began per step in it.
+    """
     rank = dist.get_rank()
     model = nn.ParameterList([nn.Parameter(torch.zeros(megabytes << 17)) for _ in range(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -55,7 +75,8 @@ def block(variant: str, megabytes: int, *, slow: int, seconds: float) -> dict[st
     trained: Any = DistributedDataParallel(Product(model)) if variant == DDP else Product(model)
     pause = COMPUTE * (slow if rank == 3 else 1)
     dist.barrier()
-    begin = time.monotonic() + 0.3 * seconds  # the first part is warm-up: the first exchange comes at once
+    # the first part is warm-up: the first exchange comes at once
+    begin = time.monotonic() + 0.3 * seconds
     steps = late = before = 0
     while (now := time.monotonic()) < begin + seconds or variant == DDP:
         if run is not None and late == 0:
@@ -121,16 +142,27 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
                         rate,
                     ]
                 )
-    header = ["model, learners", "variant", "gradients/s", "of no communication", "exchanges per step"]
+    header = [
+        "model, learners",
+        "variant",
+        "gradients/s",
+        "of no communication",
+        "exchanges per step",
+    ]
     return (
-        f"## Gossip: four learners, {COMPUTE * 1000:.0f} ms of emulated compute, {len(os.sched_getaffinity(0))} cores\n\n{table(header, rows)}\n\nMedian and range of "
-        f"{settings['rounds']} rounds of {settings['seconds']:g} s (4 MB: twice, 32 MB: six times as long) after a warm-up; ratios within a round. Exchanges that a learner "
-        f"began per step, as often as the pace controller lets it (10 % of each process's share of the cores); it answers as many. One machine, loopback. {where}."
+        f"## Gossip: four learners, {COMPUTE * 1000:.0f} ms of emulated compute, "
+        f"{len(os.sched_getaffinity(0))} cores\n\n{table(header, rows)}\n\nMedian and range of "
+        f"{settings['rounds']} rounds of {settings['seconds']:g} s (4 MB: twice, 32 MB: six times "
+        "as long) after a warm-up; ratios within a round. Exchanges that a learner began per "
+        "step, as often as the pace controller lets it (10 % of each process's share of the "
+        f"cores); it answers as many. One machine, loopback. {where}."
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
     parser.add_argument("--rounds", type=int, help="instead of three")
     chosen = parser.parse_args()
@@ -144,7 +176,9 @@ def main() -> None:
         nodes=4,
         ranks_per_node=1,
         show=lambda line: (
-            f"round {line['round']}  {line['megabytes']:>2} MB  slow {line['slow']:>2}x  {line['variant']:<28}{line['speed']:8.1f} gradients/s  {line['rate']:.3f} exchanges a step"
+            f"round {line['round']}  {line['megabytes']:>2} MB  slow {line['slow']:>2}x  "
+            f"{line['variant']:<28}{line['speed']:8.1f} gradients/s  {line['rate']:.3f} exchanges "
+            "a step"
         ),
     )
     publish(here("gossip", where), section(said, settings, where), quick=quick)

@@ -1,9 +1,11 @@
-"""What loosestep costs on a GPU: staging, folds, ranks that share the device, synchronisation, memory.
+"""What loosestep costs on a GPU: staging, folds, ranks that share the device, synchronisation,
+memory.
 
     python benchmarks/gpu.py [--quick] [--out FOLDER] [--only alone|compiled|shared]
 
-*Alone*: one process that exchanges with itself: every snapshot, copy to the host, average there, copy back and fold is
-made, nothing travels. Blocks of every variant in turn. *Compiled*: the same with the model through torch.compile. *Shared*: four ranks on one GPU, over gloo and the loopback,
+*Alone*: one process that exchanges with itself: every snapshot, copy to the host, average there,
+copy back and fold is made, nothing travels. Blocks of every variant in turn. *Compiled*: the same
+with the model through torch.compile. *Shared*: four ranks on one GPU, over gloo and the loopback,
 against the same four ranks without communication. Writes the section of GPU.md.
 """
 
@@ -24,16 +26,28 @@ import torch.distributed as dist
 from torch import nn
 
 import loosestep
-from common import Spread, is_rank, machine, options, ratios, run_ranks, say, settings_of_rank, table, write_section
+from common import (
+    Spread,
+    is_rank,
+    machine,
+    options,
+    ratios,
+    run_ranks,
+    say,
+    settings_of_rank,
+    table,
+    write_section,
+)
 from loosestep import Topology
 from loosestep.recipes.vision.resnet import resnet
 
 RESULTS = Path(__file__).with_name("GPU.md")
 FREE = "no communication"
+# so large that the device sets the pace, not the host that starts its kernels
 BATCHES = {
     "ResNet-50": 128,
     "6-layer BLSTM": 512,
-}  # so large that the device sets the pace, not the host that starts its kernels
+}
 ALONE = (
     FREE,
     "daso:period=4,delay=1",
@@ -52,11 +66,13 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-# Models ----------------------------------------------------------------------------------------------------------------
+# Models -------------------------------------------------------------------------------------------
 
 
 class BLSTM(nn.Module):
-    """Six bidirectional layers of 512 cells each way, a bottleneck of 256, 32,000 classes: an acoustic model."""
+    """Six bidirectional layers of 512 cells each way, a bottleneck of 256, 32,000 classes: an
+    acoustic model.
+    """
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
@@ -74,23 +90,43 @@ Problem = tuple[nn.Module, torch.Tensor, torch.Tensor]
 def image_model(batch: int, small: bool) -> Problem:
     """ResNet-50 with BatchNorm on 224x224 images, channels last."""
     side = 32 if small else 224
-    model = resnet("resnet50", channels=3, classes=1000, width=0.125 if small else 1.0, norm="batch", large_images=True)
+    model = resnet(
+        "resnet50",
+        channels=3,
+        classes=1000,
+        width=0.125 if small else 1.0,
+        norm="batch",
+        large_images=True,
+    )
     x = torch.randn(batch, 3, side, side, device=DEVICE).to(memory_format=torch.channels_last)
-    return model.to(DEVICE, memory_format=torch.channels_last), x, torch.randint(1000, (batch,), device=DEVICE)
+    return (
+        model.to(DEVICE, memory_format=torch.channels_last),
+        x,
+        torch.randint(1000, (batch,), device=DEVICE),
+    )
 
 
 def speech_model(batch: int, small: bool) -> Problem:
     """The 6-layer BLSTM on sequences of 84 frames."""
     frames, width, classes = (5, 8, 30) if small else (84, 512, 32_000)
     x = torch.randn(frames, batch, 260, device=DEVICE)
-    return BLSTM(width, classes).to(DEVICE), x, torch.randint(classes, (frames * batch,), device=DEVICE)
+    return (
+        BLSTM(width, classes).to(DEVICE),
+        x,
+        torch.randint(classes, (frames * batch,), device=DEVICE),
+    )
 
 
-MODELS: dict[str, Callable[[int, bool], Problem]] = {"ResNet-50": image_model, "6-layer BLSTM": speech_model}
+MODELS: dict[str, Callable[[int, bool], Problem]] = {
+    "ResNet-50": image_model,
+    "6-layer BLSTM": speech_model,
+}
 
 
 def step(problem: Problem, optimizer: torch.optim.Optimizer, run: Any) -> None:
-    """One step of an ordinary loop; images in bfloat16 where autocast says so, speech in float32."""
+    """One step of an ordinary loop; images in bfloat16 where autocast says so, speech in
+    float32.
+    """
     model, x, y = problem
     halves = DEVICE.type == "cuda" and not isinstance(model, BLSTM)
     with torch.autocast("cuda", torch.bfloat16) if halves else nullcontext():
@@ -118,22 +154,46 @@ def build(name: str, batch: int, small: bool) -> tuple[Problem, torch.optim.Opti
     return problem, optimizer, sum(p.numel() * p.element_size() for p in parameters)
 
 
-# Alone -----------------------------------------------------------------------------------------------------------------
+# Alone --------------------------------------------------------------------------------------------
 
 
 def alone(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Blocks of every variant in turn; then synchronisation and memory; then the price of the hooks."""
+    """Blocks of every variant in turn; then synchronisation and memory; then the price of the
+    hooks.
+    """
     said: list[dict[str, Any]] = []
     for name, batch in settings["alone"].items():
         problem, optimizer, size = build(name, batch, settings["small"])
         for round_ in range(settings["rounds"]):
             for variant in ALONE:
                 seconds, extra = block(problem, optimizer, variant, settings)
-                said.append({"part": "alone", "model": name, "bytes": size, "batch": batch, "round": round_, "variant": variant, "seconds": seconds, **extra})  # fmt: skip
-                print(f"  {name:14} {variant:28} {1e3 * seconds:8.2f} ms a step {extra}", flush=True)
+                said.append(
+                    {
+                        "part": "alone",
+                        "model": name,
+                        "bytes": size,
+                        "batch": batch,
+                        "round": round_,
+                        "variant": variant,
+                        "seconds": seconds,
+                        **extra,
+                    }
+                )
+                print(
+                    f"  {name:14} {variant:28} {1e3 * seconds:8.2f} ms a step {extra}", flush=True
+                )
         for variant in ALONE:
             calls, memory = watch(problem, optimizer, variant)
-            said.append({"part": "watch", "model": name, "variant": variant, "bytes": size, "calls": calls, "memory": memory})  # fmt: skip
+            said.append(
+                {
+                    "part": "watch",
+                    "model": name,
+                    "variant": variant,
+                    "bytes": size,
+                    "calls": calls,
+                    "memory": memory,
+                }
+            )
             print(f"  {name:14} {variant:28} waits {calls}, memory {memory}", flush=True)
         del problem, optimizer
     return said + overhead(settings)
@@ -142,7 +202,9 @@ def alone(settings: dict[str, Any]) -> list[dict[str, Any]]:
 def block(
     problem: Problem, optimizer: torch.optim.Optimizer, variant: str, settings: dict[str, Any]
 ) -> tuple[float, dict[str, float]]:
-    """Seconds a step; how long exchanges took and how much of the time was spent waiting for them."""
+    """Seconds a step; how long exchanges took and how much of the time was spent waiting for
+    them.
+    """
     run = None if variant == FREE else loosestep.attach(problem[0], optimizer, variant)
     with run or nullcontext():
         for _ in range(settings["warmup"]):
@@ -157,7 +219,8 @@ def block(
         if run is None:
             return seconds / settings["steps"], {}
         grown = {
-            key: run.stats[key] - before[key] for key in ("wait_seconds", "exchange_seconds", "folds", "exchanges")
+            key: run.stats[key] - before[key]
+            for key in ("wait_seconds", "exchange_seconds", "folds", "exchanges")
         }
     return seconds / settings["steps"], {
         "waiting": round(grown["wait_seconds"] / seconds, 4),
@@ -166,8 +229,12 @@ def block(
     }
 
 
-def watch(problem: Problem, optimizer: torch.optim.Optimizer, variant: str) -> tuple[dict[str, int], float]:
-    """Calls of this thread that wait for the device in 8 steps, and device memory that is ours, in bytes."""
+def watch(
+    problem: Problem, optimizer: torch.optim.Optimizer, variant: str
+) -> tuple[dict[str, int], float]:
+    """Calls of this thread that wait for the device in 8 steps, and device memory that is ours,
+    in bytes.
+    """
     before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
     run = None if variant == FREE else loosestep.attach(problem[0], optimizer, variant)
     with run or nullcontext():
@@ -186,8 +253,14 @@ def watch(problem: Problem, optimizer: torch.optim.Optimizer, variant: str) -> t
             profiler.export_chrome_trace(f"{folder}/trace.json")
             events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
     own = next(e for e in events if e.get("name") == "the compute thread" and "tid" in e)
-    inside = [e for e in events if e.get("name") in WAITS and own["ts"] <= e["ts"] <= own["ts"] + own["dur"]]
-    calls = Counter(e["name"] + ("" if e["tid"] == own["tid"] else ", other threads") for e in inside)
+    inside = [
+        e
+        for e in events
+        if e.get("name") in WAITS and own["ts"] <= e["ts"] <= own["ts"] + own["dur"]
+    ]
+    calls = Counter(
+        e["name"] + ("" if e["tid"] == own["tid"] else ", other threads") for e in inside
+    )
     return dict(calls), memory
 
 
@@ -195,34 +268,65 @@ def overhead(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """What hooks and observe cost on a model that takes no time: host microseconds a step."""
     said = []
     for _ in range(settings["rounds"]):
-        for variant in (FREE, "localsgd:period=1000000", "daso:period=4,delay=1", "adpsgd:topology=random-ring"):
+        for variant in (
+            FREE,
+            "localsgd:period=1000000",
+            "daso:period=4,delay=1",
+            "adpsgd:topology=random-ring",
+        ):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(DEVICE)
-            problem = model, torch.randn(16, 64, device=DEVICE), torch.arange(16, device=DEVICE) % 10
+            problem = (
+                model,
+                torch.randn(16, 64, device=DEVICE),
+                torch.arange(16, device=DEVICE) % 10,
+            )
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-            seconds, _ = block(problem, optimizer, variant, {**settings, "warmup": 30, "steps": settings["tiny_steps"]})
+            seconds, _ = block(
+                problem,
+                optimizer,
+                variant,
+                {**settings, "warmup": 30, "steps": settings["tiny_steps"]},
+            )
             said.append({"part": "overhead", "variant": variant, "seconds": seconds})
-            print(f"  tiny model     {variant:28} {1e6 * seconds:8.1f} microseconds a step", flush=True)
+            print(
+                f"  tiny model     {variant:28} {1e6 * seconds:8.1f} microseconds a step",
+                flush=True,
+            )
     return said
 
 
 def compiled(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Blocks of every variant in turn with a compiled ResNet-50: attached without an exchange, and with DASO."""
+    """Blocks of every variant in turn with a compiled ResNet-50: attached without an exchange,
+    and with DASO.
+    """
     said = []
-    (model, x, y), optimizer, size = build("ResNet-50", settings["alone"]["ResNet-50"], settings["small"])
+    (model, x, y), optimizer, size = build(
+        "ResNet-50", settings["alone"]["ResNet-50"], settings["small"]
+    )
     problem: Problem = torch.compile(model), x, y
     for round_ in range(-1, settings["rounds"]):
         for variant in COMPILED:
-            seconds, extra = block(problem, optimizer, variant, {**settings, "steps": 4 * settings["steps"]})
-            print(f"  compiled       {variant:28} {1e3 * seconds:8.2f} ms a step {extra}", flush=True)
+            seconds, extra = block(
+                problem, optimizer, variant, {**settings, "steps": 4 * settings["steps"]}
+            )
+            print(
+                f"  compiled       {variant:28} {1e3 * seconds:8.2f} ms a step {extra}", flush=True
+            )
             if round_ >= 0:  # the first round compiles
                 said.append(
-                    {"part": "compiled", "bytes": size, "round": round_, "variant": variant, "seconds": seconds}
+                    {
+                        "part": "compiled",
+                        "bytes": size,
+                        "round": round_,
+                        "variant": variant,
+                        "seconds": seconds,
+                    }
                 )
     return said
 
 
-# Shared ----------------------------------------------------------------------------------------------------------------
+# Shared -------------------------------------------------------------------------------------------
 
 
 def share() -> None:
@@ -238,14 +342,25 @@ def share() -> None:
                 everybody = [None] * dist.get_world_size()
                 dist.all_gather_object(everybody, (speed, extra))
                 total = sum(s for s, _ in everybody)  # type: ignore[misc]
-                say(part="shared", model=name, batch=batch, bytes=size, round=round_, variant=title, speed=total, extra=extra)  # fmt: skip
+                say(
+                    part="shared",
+                    model=name,
+                    batch=batch,
+                    bytes=size,
+                    round=round_,
+                    variant=title,
+                    speed=total,
+                    extra=extra,
+                )
     dist.destroy_process_group()
 
 
 def shared_block(
     problem: Problem, optimizer: torch.optim.Optimizer, title: str, settings: dict[str, Any]
 ) -> tuple[float, dict[str, Any]]:
-    """Steps a second of this rank while all four are at work; all start together and time the same number of steps."""
+    """Steps a second of this rank while all four are at work; all start together and time the
+    same number of steps.
+    """
     spec, nodes = SHARED[title]
     run = loosestep.attach(problem[0], optimizer, spec, topology=Topology(nodes)) if spec else None
     with run or nullcontext():
@@ -253,7 +368,8 @@ def shared_block(
             step(problem, optimizer, run)
         synchronise()
         dist.barrier()
-        before, start = dict(run.stats) if run else {}, time.perf_counter()
+        before = dict(run.stats) if run else {}
+        start = time.perf_counter()
         for _ in range(settings["shared_steps"]):
             step(problem, optimizer, run)
         synchronise()
@@ -268,7 +384,7 @@ def shared_block(
     }
 
 
-# The section -----------------------------------------------------------------------------------------------------------
+# The section --------------------------------------------------------------------------------------
 
 
 def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) -> str:
@@ -289,7 +405,8 @@ def named(variant: str) -> str:
 
 def alone_text(said: list[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
     """Step times, then what was watched."""
-    rows, watched = [], []
+    rows = []
+    watched = []
     for model in settings["alone"]:
         mine = [s for s in said if s["part"] == "alone" and s["model"] == model]
         free = [s["seconds"] for s in mine if s["variant"] == FREE]
@@ -297,31 +414,54 @@ def alone_text(said: list[dict[str, Any]], settings: dict[str, Any]) -> list[str
             blocks = [s for s in mine if s["variant"] == variant]
             ratio = ratios([s["seconds"] for s in blocks], free)
             milliseconds = Spread(tuple(1e3 * s["seconds"] for s in blocks))
-            added = "" if variant == FREE else Spread(tuple(100 * (r - 1) for r in ratio.values)).text("+.2f")
-            exchange = (
-                f"{Spread(tuple(s['exchange_ms'] for s in blocks)).median:.0f}" if variant.startswith("daso") else ""
+            added = (
+                ""
+                if variant == FREE
+                else Spread(tuple(100 * (r - 1) for r in ratio.values)).text("+.2f")
             )
-            waiting = "" if variant == FREE else f"{Spread(tuple(s['waiting'] for s in blocks)).median:.1%}"
-            rows.append([f"{model}: {named(variant)}", milliseconds.text(), added, exchange, waiting])
-            look = next(s for s in said if s["part"] == "watch" and (s["model"], s["variant"]) == (model, variant))
+            exchange = (
+                f"{Spread(tuple(s['exchange_ms'] for s in blocks)).median:.0f}"
+                if variant.startswith("daso")
+                else ""
+            )
+            waiting = (
+                ""
+                if variant == FREE
+                else f"{Spread(tuple(s['waiting'] for s in blocks)).median:.1%}"
+            )
+            rows.append(
+                [f"{model}: {named(variant)}", milliseconds.text(), added, exchange, waiting]
+            )
+            look = next(
+                s
+                for s in said
+                if s["part"] == "watch" and (s["model"], s["variant"]) == (model, variant)
+            )
             own = sum(n for call, n in look["calls"].items() if "other" not in call)
-            other = ", ".join(f"{n} {call.partition(',')[0]}" for call, n in look["calls"].items() if "other" in call)
+            other = ", ".join(
+                f"{n} {call.partition(',')[0]}"
+                for call, n in look["calls"].items()
+                if "other" in call
+            )
             copies = "" if variant == FREE else f"{look['memory'] / look['bytes']:.2f}"
             watched.append([f"{model}: {named(variant)}", str(own), other or "none", copies])
     sizes = ", ".join(
-        f"{model} {next(s['bytes'] for s in said if s.get('model') == model) / 1e6:.0f} MB of parameters, batch {batch}"
+        f"{model} {next(s['bytes'] for s in said if s.get('model') == model) / 1e6:.0f} MB of "
+        f"parameters, batch {batch}"
         for model, batch in settings["alone"].items()
     )
     return [
-        "**Staging and folds**: one process that exchanges with itself every 4 steps (DASO) or sends its parameters to its shadow "
-        "as often as it can (AD-PSGD).\n",
+        "**Staging and folds**: one process that exchanges with itself every 4 steps (DASO) or "
+        "sends its parameters to its shadow as often as it can (AD-PSGD).\n",
         table(["", "ms a step", "added, %", "ms an exchange takes", "waiting"], rows),
         "",
-        f"Median and range (least-most) of {settings['rounds']} interleaved rounds of {settings['steps']} steps after "
-        f"{settings['warmup']}; {sizes}; bfloat16 autocast (BLSTM: float32), SGD with momentum, observed losses. An exchange is the averaging on "
-        "the host (here with nobody), not the copies. Waiting: share of the time in which a fold was due and had not landed.\n",
-        "**Synchronisation and memory** in 8 steps, from the profiler: calls that make a thread wait for the device (stream, device "
-        "and event synchronisation, blocking copies).\n",
+        f"Median and range (least-most) of {settings['rounds']} interleaved rounds of "
+        f"{settings['steps']} steps after {settings['warmup']}; {sizes}; bfloat16 autocast "
+        "(BLSTM: float32), SGD with momentum, observed losses. An exchange is the averaging on "
+        "the host (here with nobody), not the copies. Waiting: share of the time in which a fold "
+        "was due and had not landed.\n",
+        "**Synchronisation and memory** in 8 steps, from the profiler: calls that make a thread "
+        "wait for the device (stream, device and event synchronisation, blocking copies).\n",
         table(["", "compute thread", "other threads", "copies on the device"], watched),
         "",
     ]
@@ -342,23 +482,34 @@ def overhead_text(said: list[dict[str, Any]]) -> list[str]:
                 "" if variant == FREE else added.text(".0f"),
             ]
         )
-    return ["**What attaching costs a step** of a model of 4,810 parameters, with `observe`:\n", table(["", "microseconds a step", "added"], rows), ""]  # fmt: skip
+    return [
+        "**What attaching costs a step** of a model of 4,810 parameters, with `observe`:\n",
+        table(["", "microseconds a step", "added"], rows),
+        "",
+    ]
 
 
 def compiled_text(said: list[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
     """Step times of the compiled model."""
-    seconds = {v: [s["seconds"] for s in said if s["part"] == "compiled" and s["variant"] == v] for v in COMPILED}
+    seconds = {
+        v: [s["seconds"] for s in said if s["part"] == "compiled" and s["variant"] == v]
+        for v in COMPILED
+    }
     rows = [
         [
             named(variant),
             Spread(tuple(1e3 * s for s in seconds[variant])).text(),
-            "" if variant == FREE else Spread(tuple(100 * (r - 1) for r in ratios(seconds[variant], seconds[FREE]).values)).text("+.2f"),
+            ""
+            if variant == FREE
+            else Spread(
+                tuple(100 * (r - 1) for r in ratios(seconds[variant], seconds[FREE]).values)
+            ).text("+.2f"),
         ]
         for variant in COMPILED
-    ]  # fmt: skip
+    ]
     return [
-        "**torch.compile**: ResNet-50 compiled, batch "
-        f"{settings['alone']['ResNet-50']}, otherwise as above; the first variant attached never exchanges.\n",
+        f"**torch.compile**: ResNet-50 compiled, batch {settings['alone']['ResNet-50']}, "
+        "otherwise as above; the first variant attached never exchanges.\n",
         table(["", "ms a step", "added, %"], rows),
         "",
     ]
@@ -368,22 +519,38 @@ def shared_text(said: list[dict[str, Any]], settings: dict[str, Any]) -> list[st
     """Throughput of four ranks."""
     rows = []
     for model, batch in settings["shared"].items():
-        speeds = {v: [s["speed"] for s in said if s["part"] == "shared" and (s["model"], s["variant"]) == (model, v)] for v in SHARED}  # fmt: skip
+        speeds = {
+            v: [
+                s["speed"]
+                for s in said
+                if s["part"] == "shared" and (s["model"], s["variant"]) == (model, v)
+            ]
+            for v in SHARED
+        }
         for title, (spec, _) in SHARED.items():
             share_of = "" if title == FREE else ratios(speeds[title], speeds[FREE]).text(".3f")
             name = f"{model}, batch {batch}: {title}" + (f" (`{spec}`)" if spec else "")
             sent = [
-                s["extra"].get("bytes_sent", 0) / 1e6 for s in said if s["part"] == "shared" and s["variant"] == title
+                s["extra"].get("bytes_sent", 0) / 1e6
+                for s in said
+                if s["part"] == "shared" and s["variant"] == title
             ]
-            traffic = "" if title == FREE else f"{Spread(tuple(sent)).median / settings['shared_steps']:.0f}"
+            traffic = (
+                ""
+                if title == FREE
+                else f"{Spread(tuple(sent)).median / settings['shared_steps']:.0f}"
+            )
             rows.append([name, Spread(tuple(speeds[title])).text(), share_of, traffic])
     return [
-        "**Four ranks share the GPU**, over gloo and the loopback (with two ranks a node, gradients inside it through shared memory):\n",
+        "**Four ranks share the GPU**, over gloo and the loopback (with two ranks a node, "
+        "gradients inside it through shared memory):\n",
         table(["", "gradients/s", "of no communication", "MB a step that rank 0 sends"], rows),
         "",
-        f"Median and range (least-most) of {settings['shared_rounds']} interleaved rounds of {settings['shared_steps']} steps after "
-        f"{settings['warmup']}, ratios within a round. Start-up, attach and finish not counted. Threads of OpenMP that have nothing to do sleep "
-        "(`OMP_WAIT_POLICY=passive`) instead of spinning on the cores that other ranks communicate with.\n",
+        f"Median and range (least-most) of {settings['shared_rounds']} interleaved rounds of "
+        f"{settings['shared_steps']} steps after {settings['warmup']}, ratios within a round. "
+        "Start-up, attach and finish not counted. Threads of OpenMP that have nothing to do "
+        "sleep (`OMP_WAIT_POLICY=passive`) instead of spinning on the cores that other ranks "
+        "communicate with.\n",
     ]
 
 
@@ -394,9 +561,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--model", choices=list(MODELS), help="one of the models only")
     parser.add_argument(
-        "--out", type=Path, help="a folder for the raw figures (said.json) and the section (section.md)"
+        "--out",
+        type=Path,
+        help="a folder for the raw figures (said.json) and the section (section.md)",
     )
-    parser.add_argument("--small", action="store_true", help="tiny models, to try the script without a GPU")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models, to try the script without a GPU"
+    )
     chosen = parser.parse_args()
     models = [name for name in MODELS if chosen.model in (None, name)]
     settings: dict[str, Any] = {
@@ -410,7 +581,8 @@ def main() -> None:
         "alone": {model: 8 if chosen.small else BATCHES[model] for model in models},
         "shared": {"ResNet-50": 8 if chosen.small else 192},
     }
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # four ranks: idle threads must not spin on each other's cores
+    # four ranks: idle threads must not spin on each other's cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     where = machine()
     print(where, flush=True)
     said: list[dict[str, Any]] = []
@@ -420,13 +592,20 @@ def main() -> None:
         said += compiled(settings)
     if chosen.only in (None, "shared"):
         said += run_ranks(
-            __file__, settings, nodes=4, ranks_per_node=1,
-            show=lambda s: f"{s['model']:14} {s['variant']:28} {s['speed']:7.2f} gradients/s {s['extra']}",
-        )  # fmt: skip
+            __file__,
+            settings,
+            nodes=4,
+            ranks_per_node=1,
+            show=lambda s: (
+                f"{s['model']:14} {s['variant']:28} {s['speed']:7.2f} gradients/s {s['extra']}"
+            ),
+        )
     text = section(said, settings, where)
     print(f"\n{text}")
     if chosen.out is not None:
-        (chosen.out / "said.json").write_text(json.dumps({"settings": settings, "where": where, "said": said}))
+        (chosen.out / "said.json").write_text(
+            json.dumps({"settings": settings, "where": where, "said": said})
+        )
         (chosen.out / "section.md").write_text(text)
     if not chosen.quick and not chosen.small and chosen.only is None:
         write_section("gpu", text, path=RESULTS)

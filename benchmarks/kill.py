@@ -2,9 +2,9 @@
 
     python benchmarks/kill.py [--quick]                                               (make peers before; root is not needed)
 
-Four ranks on the loopback, 20 ms of emulated compute, a model of 1 MB. Rank 3 gets SIGKILL after 3 seconds; the others are watched for 10
-more. Our launcher leaves siblings alone; under torchrun all of them would end with the node, whatever the library does. Three
-rounds take about 8 minutes.
+Four ranks on the loopback, 20 ms of emulated compute, a model of 1 MB. Rank 3 gets SIGKILL after 3
+seconds; the others are watched for 10 more. Our launcher leaves siblings alone; under torchrun all
+of them would end with the node, whatever the library does. Three rounds take about 8 minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from harness.script import finish, keep, lineup, machine, parser, plot, progress
 from peers import FREE, Peer
 
 WORK = {"kind": "layers", "megabytes": 1, "seconds": 0.02}
-VICTIM, AT, AFTER = 3, 3.0, 10.0
+VICTIM = 3
+AT = 3.0
+AFTER = 10.0
 ROUNDS = 3
 DEADLINE = 5.0
 """Seconds without a heartbeat after which our collective strategies give a rank up."""
@@ -40,7 +42,9 @@ def main() -> None:
     results: dict[str, list[tuple[float, float, str]]] = {peer.name: [] for peer in peers}
     with Cluster(4, 1, network=False) as cluster:
         plan = [(number, peer) for number in range(rounds) for peer in peers]
-        for number, peer in progress_in_time(plan, lambda item: item[1].name, lambda item: item[0], chosen.seconds):
+        for number, peer in progress_in_time(
+            plan, lambda item: item[1].name, lambda item: item[0], chosen.seconds
+        ):
             options = {"deadline": DEADLINE} if peer.ours else {}
             block = Block(
                 peer.name,
@@ -56,26 +60,38 @@ def main() -> None:
             print(f"      {story(results[peer.name][-1])}", flush=True)
     keep("kill", ({"peer": name, "results": found} for name, found in results.items()), chosen)
     rows = [row(peer, results[peer.name]) for peer in peers]
-    text = f"## Kill: SIGKILL to one of four ranks\n\n{table(['', 'survivors that go on', 'longest gap', 'then, of the pace before', 'what they say'], rows)}\n\n"
+    text = (
+        "## Kill: SIGKILL to one of four ranks\n\n"
+        f"{table(['', 'survivors that go on', 'longest gap', 'then, of the pace before', 'what they say'], rows)}\n"
+        "\n"
+    )
     text += picture(peers, results, chosen)
     text += (
-        f"\nThe worst of {number + 1} run(s). Gap: the longest time without a step of a survivor after the kill, in the {after:g} s that were watched. "
-        f"Our collective strategies were given a deadline of {DEADLINE:g} s (60 by default), after which they end and name the rank."
+        f"\nThe worst of {number + 1} run(s). Gap: the longest time without a step of a survivor "
+        f"after the kill, in the {after:g} s that were watched. Our collective strategies were "
+        f"given a deadline of {DEADLINE:g} s (60 by default), after which they end and name the "
+        "rank."
     )
     finish("kill", text, chosen, where=where, measured=peers, network=False)
 
 
 def fate(outcome: Outcome) -> tuple[float, float, str]:
-    """(survivors that still step at the end, the longest gap, pace after against before) of one run, or why it ended."""
+    """(survivors that still step at the end, the longest gap, pace after against before) of one
+    run, or why it ended.
+    """
     killed = outcome.kill_moment if outcome.kill_moment is not None else AT
-    alive, gaps, shares = 0, [], []
+    alive = 0
+    gaps = []
+    shares = []
     for rank, report in outcome.reports.items():
-        moments, end = report["moments"], report["end"]
+        moments = report["moments"]
+        end = report["end"]
         if rank == VICTIM or rank in outcome.failures or not moments or moments[-1] < end - 4.0:
             continue
         alive += 1
         gaps.append(figures.longest_gap(moments, killed, end))
-        before, after = figures.pace(moments, 0.5, killed), figures.pace(moments, end - 3.0, end)
+        before = figures.pace(moments, 0.5, killed)
+        after = figures.pace(moments, end - 3.0, end)
         shares.append(after / before if before else 0.0)
     if alive:
         return alive, max(gaps), f"{min(shares):.0%}"
@@ -107,10 +123,16 @@ def row(peer: Peer, found: list[tuple[float, float, str]]) -> list[str]:
     return [peer.label, "none", "", "", text]
 
 
-def picture(peers: list[Peer], results: dict[str, list[tuple[float, float, str]]], options: Any) -> str:
+def picture(
+    peers: list[Peer], results: dict[str, list[tuple[float, float, str]]], options: Any
+) -> str:
     def draw(axes: Any) -> None:
-        worst = {peer.name: min(results[peer.name], key=lambda one: (one[0], -one[1])) for peer in peers}
-        names = sorted((name for name, found in worst.items() if found[0]), key=lambda name: -worst[name][1])
+        worst = {
+            peer.name: min(results[peer.name], key=lambda one: (one[0], -one[1])) for peer in peers
+        }
+        names = sorted(
+            (name for name, found in worst.items() if found[0]), key=lambda name: -worst[name][1]
+        )
         axes.barh(names, [worst[name][1] for name in names])
         axes.set_xlabel("longest gap of a survivor, seconds (those that are not shown end or hang)")
 

@@ -1,14 +1,16 @@
-"""Large batches: what sixteen learners reach when the total batch grows and the rate with it, a strategy a line.
+"""Large batches: what sixteen learners reach when the total batch grows and the rate with it, a
+strategy a line.
 
     python benchmarks/papers_large_batches.py --prepare ARRAYS [--data FOLDER]      corpora and untrained models as arrays
     python benchmarks/papers_large_batches.py --arrays ARRAYS --task an4 [--device cuda] [--seconds 240] [--lines FILE]
     python benchmarks/papers_large_batches.py --quick                               small arrays, few cells, nothing written
     python benchmarks/papers_large_batches.py --page                                the section of PAPERS.md from the lines
 
-Virtual learners, all trainings of a total batch side by side in one tensor (`papers/learners.py`): one exchange a step,
-landing a step later. Cells that are in the lines already are not trained again, so a second call goes on. What is trained
-first: the rate at the smallest batch, then larger batches with the rate in proportion, at the two largest also with a
-half, twice and four times that; then further seeds.
+Virtual learners, all trainings of a total batch side by side in one tensor (`papers/learners.py`):
+one exchange a step, landing a step later. Cells that are in the lines already are not trained
+again, so a second call goes on. What is trained first: the rate at the smallest batch, then larger
+batches with the rate in proportion, at the two largest also with a half, twice and four times that;
+then further seeds.
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ from papers.speech import prepare as prepare_speech
 HERE = Path(__file__).resolve().parent
 LINES = HERE / "results" / "papers-large-batches.jsonl"
 DATA = HERE.parents[1] / "shared" / "data"
-STARTS, ROUNDS = 5, 12_000
+STARTS = 5
+ROUNDS = 12_000
 SYNCHRONOUS = "synchronous"
 Result = dict[str, Any]
 
 
 class Plan(NamedTuple):
-    """What is trained of a task. `together`: examples a step that fit into the memory of one accelerator; `wide`: whether
-    all strategies climb the whole ladder of rates at the smallest batch, where they cost little beside one alone."""
+    """What is trained of a task. `together`: examples a step that fit into the memory of one
+    accelerator; `wide`: whether all strategies climb the whole ladder of rates at the smallest
+    batch, where they cost little beside one alone.
+    """
 
     make: type[Speech] | type[Pictures]
     batches: tuple[int, ...]
@@ -63,11 +68,13 @@ PLANS = {
 }
 
 
-# What is trained -------------------------------------------------------------------------------------------------------
+# What is trained ----------------------------------------------------------------------------------
 
 
 def stages(name: str, results: Sequence[Result]) -> Iterator[list[Cell]]:
-    """The cells that are worth training next, until there are none; what is asked for depends on what is known."""
+    """The cells that are worth training next, until there are none; what is asked for depends on
+    what is known.
+    """
     plan = PLANS[name]
     small = plan.batches[0]
     first = list(RULES) if plan.wide else [SYNCHRONOUS]
@@ -81,7 +88,11 @@ def stages(name: str, results: Sequence[Result]) -> Iterator[list[Cell]]:
         for batch in reversed(plan.batches):
             scaled = base * batch / small
             factors = (
-                (0.25, 0.5, 1.0, 2.0, 4.0) if batch in plan.batches[2:] else (0.5, 1.0) if batch > small else (1.0,)
+                (0.25, 0.5, 1.0, 2.0, 4.0)
+                if batch in plan.batches[2:]
+                else (0.5, 1.0)
+                if batch > small
+                else (1.0,)
             )
             if seeds == (3, 4):
                 factors = (1.0, 2.0, 4.0) if batch in plan.batches[2:] else ()
@@ -110,7 +121,11 @@ def cell_of(result: Mapping[str, Any]) -> Cell:
 
 
 def same(first: Cell, second: Cell) -> bool:
-    return first[:3] == second[:3] and first.seed == second.seed and abs(first.rate / second.rate - 1) < 1e-6
+    return (
+        first[:3] == second[:3]
+        and first.seed == second.seed
+        and abs(first.rate / second.rate - 1) < 1e-6
+    )
 
 
 def chunks(cells: Sequence[Cell], together: int) -> Iterator[list[Cell]]:
@@ -123,7 +138,7 @@ def chunks(cells: Sequence[Cell], together: int) -> Iterator[list[Cell]]:
             yield [own[i] for i in part]
 
 
-# Running ---------------------------------------------------------------------------------------------------------------
+# Running ------------------------------------------------------------------------------------------
 
 
 class Late(Exception):
@@ -156,7 +171,8 @@ def run(chosen: argparse.Namespace) -> None:
             expected = max(0.02, slow * len(chunk) * chunk[0].batch) * steps
             if left < expected:
                 print(
-                    f"{left:.0f} s left, {expected:.0f} s expected for {len(chunk)} cells of batch {chunk[0].batch}: the end",
+                    f"{left:.0f} s left, {expected:.0f} s expected for {len(chunk)} cells of "
+                    f"batch {chunk[0].batch}: the end",
                     flush=True,
                 )
                 return
@@ -216,7 +232,8 @@ def keep(result: Result, path: Path) -> None:
 def show(found: Sequence[Result], seconds: float, quality: str, steps: int) -> None:
     """A line a strategy."""
     print(
-        f"{found[0]['task']} batch {found[0]['batch']}: {len(found)} cells, {steps} steps, {seconds:.1f} s",
+        f"{found[0]['task']} batch {found[0]['batch']}: {len(found)} cells, {steps} steps, "
+        f"{seconds:.1f} s",
         flush=True,
     )
     for strategy in dict.fromkeys(result["strategy"] for result in found):
@@ -225,7 +242,7 @@ def show(found: Sequence[Result], seconds: float, quality: str, steps: int) -> N
         print(f"  {strategy:14} {told}", flush=True)
 
 
-# Arrays ----------------------------------------------------------------------------------------------------------------
+# Arrays -------------------------------------------------------------------------------------------
 
 
 def prepare(folder: Path, data: Path) -> None:
@@ -233,7 +250,10 @@ def prepare(folder: Path, data: Path) -> None:
     from loosestep.topology.graphs import permutation
 
     folder.mkdir(parents=True, exist_ok=True)
-    rings = [[permutation(range(LEARNERS), seed, number) for number in range(ROUNDS)] for seed in range(STARTS)]
+    rings = [
+        [permutation(range(LEARNERS), seed, number) for number in range(ROUNDS)]
+        for seed in range(STARTS)
+    ]
     for name, make in (("an4", prepare_speech), ("cifar10", prepare_pictures)):
         arrays = make(data / name, STARTS)
         path = folder / f"{name}.npz"
@@ -249,9 +269,13 @@ def main() -> None:
     parser.add_argument("--arrays", type=Path)
     parser.add_argument("--task", choices=list(PLANS))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing that would not end by then")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin nothing that would not end by then"
+    )
     parser.add_argument("--epochs", type=float)
-    parser.add_argument("--together", type=int, help="examples a step, instead of what fits an accelerator")
+    parser.add_argument(
+        "--together", type=int, help="examples a step, instead of what fits an accelerator"
+    )
     parser.add_argument("--lines", type=Path, default=LINES)
     chosen = parser.parse_args()
     if chosen.prepare:

@@ -1,15 +1,17 @@
-"""Final quality by strategy at the same number of gradients, learners sharing one device, each at a learning rate of its own.
+"""Final quality by strategy at the same number of gradients, learners sharing one device, each at a
+learning rate of its own.
 
     python benchmarks/quality.py --recipe acoustic --data AN4 --device cuda --jobs 4                               ACOUSTIC.md
     python benchmarks/quality.py --recipe vision --data CIFAR10 --learners 8 --device cuda --jobs 2                VISION.md
     (the same with --jobs 15 --virtual --output benchmarks/VISION-VIRTUAL.md)
     python benchmarks/quality.py --recipe vision --learners 8 --output benchmarks/DIGITS.md                        the digits
 
-Every run is what `loosestep train` does with the same settings; with `--virtual`, what `loosestep simulate` does: the
-mathematics of real learners in one process a run, so that many runs fit on one machine and nothing depends on how busy it
-is. Each strategy's learning rate is the best of `--rates` on
-the first seed. Every result is a line of JSON: with `--earlier FILES` the runs in them are not made again, so the table can
-be collected in several calls (`--seconds` ends one), and `--seconds 0` only writes it.
+Every run is what `loosestep train` does with the same settings; with `--virtual`, what `loosestep
+simulate` does: the mathematics of real learners in one process a run, so that many runs fit on one
+machine and nothing depends on how busy it is. Each strategy's learning rate is the best of
+`--rates` on the first seed. Every result is a line of JSON: with `--earlier FILES` the runs in them
+are not made again, so the table can be collected in several calls (`--seconds` ends one), and
+`--seconds 0` only writes it.
 """
 
 from __future__ import annotations
@@ -47,11 +49,12 @@ STRATEGIES = {
     "fixed ring with momentum": "adpsgd:average_momentum=True,cpu_share=1.0",
     "randomized ring with momentum": "adpsgd:topology=random-ring,average_momentum=True,cpu_share=1.0",
 }
+# the last two average the momentum too
 ON_REQUEST = (
     "AD-PSGD pairs",
     "fixed ring with momentum",
     "randomized ring with momentum",
-)  # the last two average the momentum too
+)
 FIRST_SEED = 0
 VIRTUAL = {"bandwidth": "10gbit", "latency": "50us", "compute": "100ms", "jitter": 0.1}
 
@@ -64,7 +67,10 @@ class Judged(NamedTuple):
     lower_is_better: bool
 
 
-JUDGED = {"acoustic": Judged("wer", "WER %", True), "vision": Judged("accuracy", "accuracy %", False)}
+JUDGED = {
+    "acoustic": Judged("wer", "WER %", True),
+    "vision": Judged("accuracy", "accuracy %", False),
+}
 Result = dict[str, Any]
 
 
@@ -78,25 +84,48 @@ class Trial(NamedTuple):
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", choices=list(JUDGED), default="acoustic")
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--data", type=Path, help="without, what the recipe brings along")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--epochs", type=float, default=50.0)
-    parser.add_argument("--rates", default="0.004,0.006,0.008", help="learning rates tried on the first seed")
-    parser.add_argument("--rates-of", action="append", default=[], help="of one strategy, as in DASO=0.004,0.006")
+    parser.add_argument(
+        "--rates", default="0.004,0.006,0.008", help="learning rates tried on the first seed"
+    )
+    parser.add_argument(
+        "--rates-of", action="append", default=[], help="of one strategy, as in DASO=0.004,0.006"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--only", default="", help=f"names of strategies, separated by commas; {', '.join(ON_REQUEST)} only so"
+        "--only",
+        default="",
+        help=f"names of strategies, separated by commas; {', '.join(ON_REQUEST)} only so",
     )
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further run after so long")
-    parser.add_argument("--set", action="append", default=[], help="options of the recipe, as in --set batch=8")
-    parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files with result lines of earlier calls")
-    parser.add_argument("--lines", type=Path, help="append result lines to this file, not only to the terminal")
-    parser.add_argument("--virtual", action="store_true", help="virtual learners: one process a run")
-    parser.add_argument("--simulate", type=Path, help=argparse.SUPPRESS)  # the run folder of one such run
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no further run after so long"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], help="options of the recipe, as in --set batch=8"
+    )
+    parser.add_argument(
+        "--earlier",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="files with result lines of earlier calls",
+    )
+    parser.add_argument(
+        "--lines", type=Path, help="append result lines to this file, not only to the terminal"
+    )
+    parser.add_argument(
+        "--virtual", action="store_true", help="virtual learners: one process a run"
+    )
+    # the run folder of one such run
+    parser.add_argument("--simulate", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--note", default="", help="a sentence for the table's head")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -128,7 +157,9 @@ class Bench:
     def train(self, trial: Trial) -> Result:
         """One run; its quality, its speed and what it waited."""
         chosen = self.arguments
-        nodes, per_node = (2, chosen.learners // 2) if trial.name == "DASO" else (chosen.learners, 1)
+        nodes, per_node = (
+            (2, chosen.learners // 2) if trial.name == "DASO" else (chosen.learners, 1)
+        )
         config = Config(
             recipe=chosen.recipe,
             strategy=STRATEGIES[trial.name],
@@ -143,7 +174,9 @@ class Bench:
             evaluate_every=10**9,
             options=self.options,
         )
-        folder = RunFolder(self.root / f"{trial.name.replace(' ', '-')}-{trial.lr:g}-{trial.seed}-{trial.epochs:g}")
+        folder = RunFolder(
+            self.root / f"{trial.name.replace(' ', '-')}-{trial.lr:g}-{trial.seed}-{trial.epochs:g}"
+        )
         return {**trial._asdict(), **(simulate_apart if chosen.virtual else train)(config, folder)}
 
 
@@ -174,7 +207,8 @@ def _prepare(config: Config, folder: RunFolder) -> None:
 
 def judge(folder: RunFolder, config: Config, tail: Sequence[str]) -> Result:
     """What is worth keeping of a run; of one that failed, its last lines."""
-    lines, place = folder.metrics(), {"where": where(config.device)}
+    lines = folder.metrics()
+    place = {"where": where(config.device)}
     final = next((line for line in lines if line["kind"] == "final"), None)
     if final is None:
         return {"quality": None, "problem": " ".join(tail)[-300:], **place}
@@ -183,7 +217,9 @@ def judge(folder: RunFolder, config: Config, tail: Sequence[str]) -> Result:
         "quality": final["metrics"][JUDGED[config.recipe].metric],
         "seconds": final["seconds"],
         "gradients": final["gradients"],
-        "waiting": statistics.mean(line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends),
+        "waiting": statistics.mean(
+            line["wait_seconds"] / max(line["seconds"], 1e-9) for line in ends
+        ),
         "exchanges_a_gradient": sum(line["exchanges"] for line in ends) / final["gradients"],
         "folds_a_gradient": sum(line["folds"] for line in ends) / final["gradients"],
         "megabytes_a_step": sum(line["bytes_sent"] for line in ends) / final["gradients"] / 1e6,
@@ -205,14 +241,19 @@ def simulate(folder: RunFolder) -> None:
     """One run on virtual learners, in this process."""
     config = read_config(folder.config_file)
     task = find_recipe(config.recipe).build(
-        config.options, data=config.data_folder, seed=config.seed, device=own_device(config.device, 0)
+        config.options,
+        data=config.data_folder,
+        seed=config.seed,
+        device=own_device(config.device, 0),
     )
     simulate_run(folder, config, task, Cluster(**VIRTUAL, seed=config.seed), tell=lambda line: None)
 
 
 def read_results(files: Iterable[Path]) -> list[Result]:
     """The result lines of earlier calls; the last of equal trials counts."""
-    lines = (line for file in files for line in file.read_text().splitlines() if line.startswith("{"))
+    lines = (
+        line for file in files for line in file.read_text().splitlines() if line.startswith("{")
+    )
     return [json.loads(line) for line in lines]
 
 
@@ -222,7 +263,9 @@ def where(device: str) -> str:
     if device.startswith("cuda"):
         import torch
 
-        text = text.replace(f"(gloo, {torch.cuda.get_device_name()})", f"(gloo), one {torch.cuda.get_device_name()}")
+        text = text.replace(
+            f"(gloo, {torch.cuda.get_device_name()})", f"(gloo), one {torch.cuda.get_device_name()}"
+        )
     return text.partition(", load before")[0] + text[text.index("; Python") :]
 
 
@@ -234,9 +277,13 @@ def best_rate(tried: Sequence[Result], judged: Judged) -> float | None:
 
 
 def rates_to_try(chosen: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, float]]:
-    """Strategies with the rates to be tried, in the order given: the first of every strategy first."""
+    """Strategies with the rates to be tried, in the order given: the first of every strategy
+    first.
+    """
     own = dict(pair.split("=") for pair in chosen.rates_of)
-    rates = {name: [float(rate) for rate in own.get(name, chosen.rates).split(",")] for name in names}
+    rates = {
+        name: [float(rate) for rate in own.get(name, chosen.rates).split(",")] for name in names
+    }
     return [
         (name, rates[name][at])
         for at in range(max(map(len, rates.values())))
@@ -261,7 +308,7 @@ def _value(text: str) -> Any:
         return text
 
 
-# The table -------------------------------------------------------------------------------------------------------------
+# The table ----------------------------------------------------------------------------------------
 
 
 def table_of_seeds(results: Sequence[Result], names: Sequence[str], judged: Judged) -> str:
@@ -269,7 +316,9 @@ def table_of_seeds(results: Sequence[Result], names: Sequence[str], judged: Judg
     rows: list[list[str]] = []
     base: float | None = None
     for name in names:
-        runs = [result for result in results if result["name"] == name and result["quality"] is not None]
+        runs = [
+            result for result in results if result["name"] == name and result["quality"] is not None
+        ]
         if not runs:
             continue
         quality = Spread(tuple(100 * result["quality"] for result in runs))
@@ -286,7 +335,15 @@ def table_of_seeds(results: Sequence[Result], names: Sequence[str], judged: Judg
                 f"{statistics.mean(result['waiting'] for result in runs):.0%}",
             ]
         )
-    header = ["strategy", "learning rate", judged.label, "against synchronous", "runs", "gradients/s", "waiting"]
+    header = [
+        "strategy",
+        "learning rate",
+        judged.label,
+        "against synchronous",
+        "runs",
+        "gradients/s",
+        "waiting",
+    ]
     return table(header, rows)
 
 
@@ -305,8 +362,9 @@ def table_of_search(results: Sequence[Result], names: Sequence[str], judged: Jud
 
 
 VIRTUALLY = (
-    "Gradients are computed and exchanged for real, time is that of a virtual cluster ({bandwidth} between nodes, {compute} a step "
-    "with a jitter of {jitter:.0%}): gradients per second and waiting are virtual too."
+    "Gradients are computed and exchanged for real, time is that of a virtual cluster "
+    "({bandwidth} between nodes, {compute} a step with a jitter of {jitter:.0%}): gradients per "
+    "second and waiting are virtual too."
 ).format(**VIRTUAL)
 
 
@@ -314,13 +372,14 @@ def page(chosen: argparse.Namespace, seeds: str, search: str, machines: Sequence
     """The whole file."""
     data = "the data it brings along" if chosen.data is None else chosen.data.name
     return (
-        f"# {chosen.recipe.capitalize()}: final quality by strategy\n\n"
-        f"Written by `benchmarks/quality.py`: {data}, {chosen.learners} {'virtual ' * chosen.virtual}learners sharing one "
-        f"{chosen.device} device, "
-        f"{chosen.epochs:g} epochs, options {' '.join(chosen.set) or 'none'}; the same number of gradients for every strategy. "
-        f"{chosen.note}\n\n{seeds}\n\n"
-        "Mean (least-most) of the runs, each with a seed of its own. Every strategy at the best of the learning rates that were tried "
-        "for it on the first seed (below), whose run is among those counted; where only one was tried, it was chosen beforehand. "
+        f"# {chosen.recipe.capitalize()}: final quality by strategy\n\nWritten by "
+        f"`benchmarks/quality.py`: {data}, {chosen.learners} "
+        f"{'virtual ' * chosen.virtual}learners sharing one {chosen.device} device, "
+        f"{chosen.epochs:g} epochs, options {' '.join(chosen.set) or 'none'}; the same number of "
+        f"gradients for every strategy. {chosen.note}\n\n{seeds}\n\nMean (least-most) of the "
+        "runs, each with a seed of its own. Every strategy at the best of the learning rates "
+        "that were tried for it on the first seed (below), whose run is among those counted; "
+        "where only one was tried, it was chosen beforehand. "
         + (
             VIRTUALLY
             if chosen.virtual
@@ -339,12 +398,23 @@ def main() -> None:
     if chosen.data is not None and not chosen.data.is_dir():
         sys.exit(f"no data at {chosen.data}: they are not part of the project")
     judged = JUDGED[chosen.recipe]
-    wanted = chosen.only.split(",") if chosen.only else [name for name in STRATEGIES if name not in ON_REQUEST]
+    wanted = (
+        chosen.only.split(",")
+        if chosen.only
+        else [name for name in STRATEGIES if name not in ON_REQUEST]
+    )
     names = [name for name in STRATEGIES if name in wanted]
     bench = Bench(chosen)
-    bench.results([Trial(name, rate, FIRST_SEED, chosen.epochs) for name, rate in rates_to_try(chosen, names)])
-    tried = [result for trial, result in bench.known.items() if trial[2:] == (FIRST_SEED, chosen.epochs)]
-    best = {name: best_rate([result for result in tried if result["name"] == name], judged) for name in names}
+    bench.results(
+        [Trial(name, rate, FIRST_SEED, chosen.epochs) for name, rate in rates_to_try(chosen, names)]
+    )
+    tried = [
+        result for trial, result in bench.known.items() if trial[2:] == (FIRST_SEED, chosen.epochs)
+    ]
+    best = {
+        name: best_rate([result for result in tried if result["name"] == name], judged)
+        for name in names
+    }
     trials = [
         Trial(name, rate, seed, chosen.epochs)
         for seed in range(FIRST_SEED, FIRST_SEED + chosen.seeds)
@@ -353,7 +423,12 @@ def main() -> None:
     ]
     results = bench.results(trials)
     machines = sorted({result["where"] for result in (*tried, *results)})
-    text = page(chosen, table_of_seeds(results, names, judged), table_of_search(tried, names, judged), machines)
+    text = page(
+        chosen,
+        table_of_seeds(results, names, judged),
+        table_of_search(tried, names, judged),
+        machines,
+    )
     print(text)
     (chosen.output or Path(__file__).with_name(f"{chosen.recipe.upper()}.md")).write_text(text)
 

@@ -1,9 +1,11 @@
-"""Record and replay of free-running AD-PSGD: 8 real processes, one of them slow, one killed; and what recording costs.
+"""Record and replay of free-running AD-PSGD: 8 real processes, one of them slow, one killed; and
+what recording costs.
 
     python benchmarks/replay.py [--quick]
 
-Every run is recorded on real processes, then replayed on virtual ranks in one process and, every third one, on real
-processes. Identical means: the digest of every parameter and buffer after every step of every rank, and at the end.
+Every run is recorded on real processes, then replayed on virtual ranks in one process and, every
+third one, on real processes. Identical means: the digest of every parameter and buffer after every
+step of every rank, and at the end.
 """
 
 from __future__ import annotations
@@ -33,9 +35,14 @@ from loosestep.record.format import Kind, Recording
 from loosestep.record.player import RecordingEnds
 from loosestep.record.recorder import Recorder, digest_of
 
-RANKS, SLOW, KILLED, KILL_AT, STEPS = 8, 3, 5, 15, 40
+RANKS = 8
+SLOW = 3
+KILLED = 5
+KILL_AT = 15
+STEPS = 40
 STRATEGY = "adpsgd:topology=random-ring,rate=2,cpu_share=1.0"
-PAUSE, SLOWER = 0.01, 10
+PAUSE = 0.01
+SLOWER = 10
 SIZES = {"0.3 MB": (64, 256), "4 MB": (256, 768)}  # (inputs and outputs, width) of three layers
 
 processes = multiprocessing.get_context("forkserver")
@@ -44,14 +51,30 @@ Say = Callable[..., None]
 
 def make(inputs: int, width: int) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    layers = [
+        nn.Linear(inputs, width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+    ]
     return nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(width, inputs))
 
 
 def train(
-    rank: int, say: Say, *, record: Path | None, steps: int, size: str, kill: bool, hurry: bool, batch: int
+    rank: int,
+    say: Say,
+    *,
+    record: Path | None,
+    steps: int,
+    size: str,
+    kill: bool,
+    hurry: bool,
+    batch: int,
 ) -> None:
-    """Autoencode noise; a line for every step. `hurry`: without the pauses that make ranks unequal."""
+    """Autoencode noise; a line for every step. `hurry`: without the pauses that make ranks
+    unequal.
+    """
     model = make(*SIZES[size])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(rank)
@@ -61,7 +84,9 @@ def train(
             x = torch.randn(batch, SIZES[size][0])
             (model(x) - x).square().mean().backward()
             if kill and rank == KILLED and step == KILL_AT:
-                threading.Timer(random.uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGKILL)).start()
+                threading.Timer(
+                    random.uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGKILL)
+                ).start()
             if not hurry:
                 time.sleep(PAUSE * (SLOWER if rank == SLOW else 1))
             optimizer.step()
@@ -70,7 +95,9 @@ def train(
     say("end", digest_of(tensors))
 
 
-def work(variables: dict[str, str], path: Path, replay: Path | None, options: dict[str, Any]) -> None:
+def work(
+    variables: dict[str, str], path: Path, replay: Path | None, options: dict[str, Any]
+) -> None:
     """One process."""
     os.environ.update(variables)
     torch.set_num_threads(1)
@@ -92,13 +119,15 @@ def work(variables: dict[str, str], path: Path, replay: Path | None, options: di
 
 def measure_recording() -> list[float]:
     """From here on the CPU seconds that recording takes are added up."""
-    spent, busy = [0.0], threading.local()
+    spent = [0.0]
+    busy = threading.local()
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             if getattr(busy, "inside", False):
                 return method(*arguments, **named)
-            busy.inside, begin = True, time.thread_time()
+            busy.inside = True
+            begin = time.thread_time()
             try:
                 return method(*arguments, **named)
             finally:
@@ -112,7 +141,9 @@ def measure_recording() -> list[float]:
     return spent
 
 
-def run_all(folder: Path, kind: str, ranks: int, *, replay: Path | None = None, **options: Any) -> list[list[Any]]:
+def run_all(
+    folder: Path, kind: str, ranks: int, *, replay: Path | None = None, **options: Any
+) -> list[list[Any]]:
     """All ranks as processes; what each wrote."""
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
@@ -120,7 +151,9 @@ def run_all(folder: Path, kind: str, ranks: int, *, replay: Path | None = None, 
     paths = [folder / f"{kind}-{rank}.jsonl" for rank in range(ranks)]
     started = [
         processes.Process(target=work, args=(variables, path, replay, options), daemon=True)
-        for (_, variables), path in zip(launch.variables_of_ranks([1] * ranks, address, port), paths, strict=True)
+        for (_, variables), path in zip(
+            launch.variables_of_ranks([1] * ranks, address, port), paths, strict=True
+        )
     ]
     for process in started:
         process.start()
@@ -158,15 +191,22 @@ def on_virtual_ranks(recording: Path, **options: Any) -> list[list[Any]]:
 
 
 def same_steps(original: list[list[Any]], replayed: list[list[Any]]) -> int | None:
-    """How many steps of all ranks are the same in both, None if one is not; the killed rank may lack the last line."""
+    """How many steps of all ranks are the same in both, None if one is not; the killed rank may
+    lack the last line.
+    """
     compared = 0
     for rank, (first, second) in enumerate(zip(original, replayed, strict=True)):
-        ours, theirs = ([line for line in lines if line[0] in ("step", "end")] for lines in (first, second))
+        ours, theirs = (
+            [line for line in lines if line[0] in ("step", "end")] for lines in (first, second)
+        )
         if rank == KILLED:
             length = min(len(ours), len(theirs))
-            if abs(len(ours) - len(theirs)) > 1 or second[-1 if second[-1][0] == "killed" else -2] != ["killed"]:
+            if abs(len(ours) - len(theirs)) > 1 or second[
+                -1 if second[-1][0] == "killed" else -2
+            ] != ["killed"]:
                 return None
-            ours, theirs = ours[:length], theirs[:length]
+            ours = ours[:length]
+            theirs = theirs[:length]
         if ours != theirs:
             return None
         compared += sum(line[0] == "step" for line in ours)
@@ -176,23 +216,43 @@ def same_steps(original: list[list[Any]], replayed: list[list[Any]]) -> int | No
 def replay_runs(count: int) -> str:
     """Record and replay `count` runs; a paragraph."""
     same = {"virtual ranks": [0, 0], "processes": [0, 0]}
-    compared, sizes, folds, made = [], 0, 0, 0
+    compared = []
+    sizes = 0
+    folds = 0
+    made = 0
     options: dict[str, Any] = {"steps": STEPS, "size": "0.3 MB", "batch": 4}
     for number in range(count):
         with tempfile.TemporaryDirectory() as name:
-            folder, recording = Path(name), Path(name) / "recording"
-            original = run_all(folder, "original", RANKS, record=recording, kill=True, hurry=False, **options)
-            again = {"virtual ranks": on_virtual_ranks(recording, record=None, kill=False, hurry=True, **options)}
+            folder = Path(name)
+            recording = Path(name) / "recording"
+            original = run_all(
+                folder, "original", RANKS, record=recording, kill=True, hurry=False, **options
+            )
+            again = {
+                "virtual ranks": on_virtual_ranks(
+                    recording, record=None, kill=False, hurry=True, **options
+                )
+            }
             if number % 3 == 0:
                 again["processes"] = run_all(
-                    folder, "replay", RANKS, replay=recording, record=None, kill=False, hurry=True, **options
+                    folder,
+                    "replay",
+                    RANKS,
+                    replay=recording,
+                    record=None,
+                    kill=False,
+                    hurry=True,
+                    **options,
                 )
             for kind, lines in again.items():
                 steps = same_steps(original, lines)
                 same[kind][0] += steps is not None
                 same[kind][1] += 1
                 compared.append(steps or 0)
-                print(f"  run {number + 1}, {kind}: {steps or 'not identical'} steps identical", flush=True)
+                print(
+                    f"  run {number + 1}, {kind}: {steps or 'not identical'} steps identical",
+                    flush=True,
+                )
             for rank in range(RANKS):
                 found = Recording.read(recording, rank)
                 sizes += len(found.data) - found.start
@@ -200,10 +260,12 @@ def replay_runs(count: int) -> str:
                 folds += sum(record.kind is Kind.FOLD for record in found.records())
     results = ", ".join(f"{good} of {tried} on {kind}" for kind, (good, tried) in same.items())
     return (
-        f"{count} recorded runs of {RANKS} processes ({STRATEGY}, {STEPS} steps each, 0.3 MB model, rank {SLOW} {SLOWER} times "
-        f"slower, rank {KILLED} killed with SIGKILL at a random moment after step {KILL_AT}). Replays that were bit for bit identical "
-        f"after every step of every rank and at the end: **{results}** ({min(compared)} to {max(compared)} steps compared "
-        f"in each). A step takes {sizes / made:.0f} bytes of recording, with {folds / made:.1f} folds of a chunk in it."
+        f"{count} recorded runs of {RANKS} processes ({STRATEGY}, {STEPS} steps each, 0.3 MB "
+        f"model, rank {SLOW} {SLOWER} times slower, rank {KILLED} killed with SIGKILL at a random "
+        f"moment after step {KILL_AT}). Replays that were bit for bit identical after every step "
+        f"of every rank and at the end: **{results}** ({min(compared)} to {max(compared)} steps "
+        f"compared in each). A step takes {sizes / made:.0f} bytes of recording, with "
+        f"{folds / made:.1f} folds of a chunk in it."
     )
 
 
@@ -231,7 +293,8 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     forkserver.ensure_running()
     torch.set_num_threads(1)
-    costs, runs = recording_cost(1 if quick else 2), replay_runs(1 if quick else 10)
+    costs = recording_cost(1 if quick else 2)
+    runs = replay_runs(1 if quick else 10)
     text = f"## Record and replay of asynchronous runs\n\n{runs}\n\n{costs}\n\n{where}."
     publish("replay", text, quick=quick, path=SIMULATED)
 

@@ -1,10 +1,11 @@
-"""Kill -9 a whole run at random moments, resume it each time, and compare with the run that nobody disturbed.
+"""Kill -9 a whole run at random moments, resume it each time, and compare with the run that nobody
+disturbed.
 
     python benchmarks/resume.py --kills 20 --gradients 400 --seed 1 > benchmarks/RESUME.md
 
-For each strategy one run is trained in peace. Another one, equal in everything, is killed again and again: while it starts,
-trains or writes a checkpoint, wherever it happens to be. A table tells what each kill cost; at the end the final models
-must be equal bit for bit.
+For each strategy one run is trained in peace. Another one, equal in everything, is killed again and
+again: while it starts, trains or writes a checkpoint, wherever it happens to be. A table tells what
+each kill cost; at the end the final models must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -39,13 +40,31 @@ class Settings:
     every: int
 
     def train(self, strategy: str, path: Path) -> list[str]:
-        options = ["--nodes", "2", "--strategy", strategy, "--gradients", str(self.gradients), "--set", "width=0.25"]
-        every = ["--checkpoint-every", str(self.every), "--runs", str(path.parent), "--name", path.name]
+        options = [
+            "--nodes",
+            "2",
+            "--strategy",
+            strategy,
+            "--gradients",
+            str(self.gradients),
+            "--set",
+            "width=0.25",
+        ]
+        every = [
+            "--checkpoint-every",
+            str(self.every),
+            "--runs",
+            str(path.parent),
+            "--name",
+            path.name,
+        ]
         return ["train", "vision", *options, *every]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20, help="in all, shared by the strategies")
     parser.add_argument("--gradients", type=int, default=600)
     parser.add_argument("--every", type=int, default=20, help="gradients between checkpoints")
@@ -55,9 +74,13 @@ def main() -> None:
     draw = random.Random(given.seed)
     print("# Kill -9 at a random moment, and resume\n")
     print(
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}, torch {torch.__version__}"
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, python "
+        f"{platform.python_version()}, torch {torch.__version__}"
     )
-    print(f"vision, 2 nodes, {given.gradients} gradients, a checkpoint every {given.every}, seed {given.seed}\n")
+    print(
+        f"vision, 2 nodes, {given.gradients} gradients, a checkpoint every {given.every}, seed "
+        f"{given.seed}\n"
+    )
     print("| strategy | kill | moment | gradients made | resumed at | lost |")
     print("|---|---|---|---|---|---|")
     equal = {}
@@ -66,19 +89,27 @@ def main() -> None:
             kills = given.kills // len(STRATEGIES) + (i < given.kills % len(STRATEGIES))
             equal[strategy] = disturb(strategy, kills, settings, Path(folder) / str(i), draw)
     print(
-        "\nLost: gradients since the newest checkpoint that every rank had completed; a kill may find the next one half written.\n"
+        "\nLost: gradients since the newest checkpoint that every rank had completed; a kill may "
+        "find the next one half written.\n"
     )
     for strategy, same in equal.items():
-        print(f"{strategy}: the final model is {'bit for bit the undisturbed one' if same else 'DIFFERENT'}")
+        print(
+            f"{strategy}: the final model is "
+            f"{'bit for bit the undisturbed one' if same else 'DIFFERENT'}"
+        )
     sys.exit(0 if all(equal.values()) else 1)
 
 
-def disturb(strategy: str, kills: int, settings: Settings, folder: Path, draw: random.Random) -> bool:
+def disturb(
+    strategy: str, kills: int, settings: Settings, folder: Path, draw: random.Random
+) -> bool:
     """Whether `kills` kills leave the result as it is."""
     undisturbed = folder / "undisturbed"
     run(settings.train(strategy, undisturbed))
     reference = final_model(undisturbed)
-    done, same, number = 0, True, 0
+    done = 0
+    same = True
+    number = 0
     while done < kills:
         number += 1  # a run that was complete before all kills were made is followed by another
         path = folder / f"killed-{number}"
@@ -86,18 +117,25 @@ def disturb(strategy: str, kills: int, settings: Settings, folder: Path, draw: r
         while done < kills and (moment := run(command, kill_after=draw)) is not None:
             done += 1
             made, saved = progress(path)
-            print(f"| {strategy} | {done} | {moment} | {made} | {saved} | {made - saved} |", flush=True)
+            print(
+                f"| {strategy} | {done} | {moment} | {made} | {saved} | {made - saved} |",
+                flush=True,
+            )
             if (path / "config.toml").exists():
                 command = ["resume", str(path)]
         if not (path / "checkpoint" / "final").exists():
             run(command)
         found = final_model(path)
-        same &= found.keys() == reference.keys() and all(torch.equal(found[k], reference[k]) for k in found)
+        same &= found.keys() == reference.keys() and all(
+            torch.equal(found[k], reference[k]) for k in found
+        )
     return same
 
 
 def run(arguments: list[str], kill_after: random.Random | None = None) -> str | None:
-    """Run a command to its end, or kill everything at a random moment; which one that was, None if the end came first."""
+    """Run a command to its end, or kill everything at a random moment; which one that was, None
+    if the end came first.
+    """
     path = Path(arguments[-1]) if arguments[0] == "resume" else Path(arguments[-3]) / arguments[-1]
     before = last_written(path)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -111,7 +149,9 @@ def run(arguments: list[str], kill_after: random.Random | None = None) -> str | 
             return None
         starting = kill_after.random() < 0.3
         limit = time.monotonic() + kill_after.uniform(0.5, 5.0)
-        while process.poll() is None and (time.monotonic() < limit if starting else last_written(path) == before):
+        while process.poll() is None and (
+            time.monotonic() < limit if starting else last_written(path) == before
+        ):
             time.sleep(0.01)
         moment = "starting"
         if not starting:
@@ -133,7 +173,9 @@ def last_written(path: Path) -> int:
 
 
 def progress(path: Path) -> tuple[int, int]:
-    """Gradients made when the kill came, and those of the newest checkpoints that are whole on every rank."""
+    """Gradients made when the kill came, and those of the newest checkpoints that are whole on
+    every rank.
+    """
     folder = RunFolder(path)
     made = max((line["gradients"] for line in folder.metrics()), default=0)
     start = find_start(folder, folder.config(), 0, print) if folder.config_file.is_file() else None

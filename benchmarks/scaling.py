@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py [--quick]                                            (Linux, root; make peers before)
 
-Nodes of two ranks, 500 Mbit/s each, 1 MB of parameters, 300 ms of emulated compute, long so that the cores keep up with 16 processes. Two
-rounds take about 9 minutes.
+Nodes of two ranks, 500 Mbit/s each, 1 MB of parameters, 300 ms of emulated compute, long so that
+the cores keep up with 16 processes. Two rounds take about 9 minutes.
 """
 
 from __future__ import annotations
@@ -12,16 +12,32 @@ from typing import Any
 
 from common import Spread, table, with_share
 from harness.cluster import Block, Cluster
-from harness.script import finish, keep, lineup, machine, parser, plot, progress_in_time, require_root
+from harness.script import (
+    finish,
+    keep,
+    lineup,
+    machine,
+    parser,
+    plot,
+    progress_in_time,
+    require_root,
+)
 from peers import FREE, Peer
 
 WORK = {"kind": "layers", "megabytes": 1, "seconds": 0.3}
 NODES = (1, 2, 4, 8)
 ROUNDS = 2
 NAMES = (
-    "torch DDP", "PostLocalSGD, period 4", "torchft LocalSGD", "decent-dp, ring", "allreduce", "daso:period=4", "delay-by-one",
-    "adpsgd:topology=ring", "adpsgd:topology=pairs",
-)  # fmt: skip
+    "torch DDP",
+    "PostLocalSGD, period 4",
+    "torchft LocalSGD",
+    "decent-dp, ring",
+    "allreduce",
+    "daso:period=4",
+    "delay-by-one",
+    "adpsgd:topology=ring",
+    "adpsgd:topology=pairs",
+)
 LEFT_OUT = ("bf16", "PowerSGD")
 QUICK = ("torch DDP", "daso:period=4", "adpsgd:topology=ring")
 
@@ -35,7 +51,9 @@ def main() -> None:
     peers = [peer for peer in peers if not any(word in peer.name for word in LEFT_OUT)]
     rounds = chosen.rounds or (1 if chosen.quick else ROUNDS)
     sizes = (1, 4) if chosen.quick else NODES
-    speeds: dict[tuple[int, str], list[float]] = {(nodes, peer.name): [] for nodes in sizes for peer in peers}
+    speeds: dict[tuple[int, str], list[float]] = {
+        (nodes, peer.name): [] for nodes in sizes for peer in peers
+    }
     for nodes in sizes:
         with Cluster(nodes, 2, patience=300.0) as cluster:
             for number, peer in progress_in_time(
@@ -49,16 +67,22 @@ def main() -> None:
                 speeds[nodes, peer.name].append(outcome.speed or float("nan"))
                 print(f"      {outcome.speed:7.1f} gradients/s {outcome.failed or ''}", flush=True)
     keep("scaling", ({"nodes": n, "peer": p, "speeds": s} for (n, p), s in speeds.items()), chosen)
-    text = f"## Scaling: 2 to 16 ranks, nodes of two, 500 Mbit/s, 1 MB, 300 ms of emulated compute\n\n{rows_of(peers, sizes, speeds)}\n\n"
+    text = (
+        "## Scaling: 2 to 16 ranks, nodes of two, 500 Mbit/s, 1 MB, 300 ms of emulated compute\n"
+        f"\n{rows_of(peers, sizes, speeds)}\n\n"
+    )
     text += picture(peers, sizes, speeds, chosen)
     text += (
-        f"\nGradients per second of all ranks, median (least-most) of {max(map(len, speeds.values()))} round(s), and the share of no communication with as many "
-        "ranks in the same round. One node has no link to wait for."
+        "\nGradients per second of all ranks, median (least-most) of "
+        f"{max(map(len, speeds.values()))} round(s), and the share of no communication with as "
+        "many ranks in the same round. One node has no link to wait for."
     )
     finish("scaling", text, chosen, where=where, measured=peers)
 
 
-def rows_of(peers: list[Peer], sizes: tuple[int, ...], speeds: dict[tuple[int, str], list[float]]) -> str:
+def rows_of(
+    peers: list[Peer], sizes: tuple[int, ...], speeds: dict[tuple[int, str], list[float]]
+) -> str:
     rows = [
         [
             peer.label,
@@ -69,7 +93,12 @@ def rows_of(peers: list[Peer], sizes: tuple[int, ...], speeds: dict[tuple[int, s
     return table(["", *(f"{2 * nodes} ranks" for nodes in sizes)], rows)
 
 
-def picture(peers: list[Peer], sizes: tuple[int, ...], speeds: dict[tuple[int, str], list[float]], options: Any) -> str:
+def picture(
+    peers: list[Peer],
+    sizes: tuple[int, ...],
+    speeds: dict[tuple[int, str], list[float]],
+    options: Any,
+) -> str:
     def draw(axes: Any) -> None:
         for peer in peers:
             middle = [Spread(tuple(speeds[nodes, peer.name])).median for nodes in sizes]

@@ -1,11 +1,13 @@
-"""Test accuracy of eight learners at the same number of gradients, every strategy against synchronous training.
+"""Test accuracy of eight learners at the same number of gradients, every strategy against
+synchronous training.
 
     python benchmarks/simulated_accuracy.py [--quick] [--data FOLDER] [--keep FILE]
 
-The learners are virtual (`loosestep.simulate`): gradients are computed for real, the mixing is that of the strategies, and
-nothing depends on how busy this machine is. Four nodes of two learners; network, first parameters, order of the batches,
-learning rate (cosine to zero) and SGD with momentum are the same for all. With `--keep` every result is written down as it
-comes, and what is there already is not computed again.
+The learners are virtual (`loosestep.simulate`): gradients are computed for real, the mixing is that
+of the strategies, and nothing depends on how busy this machine is. Four nodes of two learners;
+network, first parameters, order of the batches, learning rate (cosine to zero) and SGD with
+momentum are the same for all. With `--keep` every result is written down as it comes, and what is
+there already is not computed again.
 """
 
 from __future__ import annotations
@@ -41,13 +43,19 @@ def train(task: VisionTask, strategy: str, steps: int) -> tuple[float, float]:
         model = learn(task, strategy, steps, learner=rank, learners=LEARNERS)
         return task.evaluate(model) if rank == 0 else {}
 
-    judged = loosestep.simulate(learner, ranks=LEARNERS, ranks_per_node=2, cluster=CLUSTER).results[0]
+    judged = loosestep.simulate(learner, ranks=LEARNERS, ranks_per_node=2, cluster=CLUSTER).results[
+        0
+    ]
     return judged["accuracy"], judged["loss"]
 
 
 def results(tasks: dict[str, int], seeds: int, data: Path, keep: Path | None) -> Iterator[Result]:
     """One after another; those that are known already at once."""
-    known = [json.loads(line) for line in keep.read_text().splitlines()] if keep and keep.exists() else []
+    known = (
+        [json.loads(line) for line in keep.read_text().splitlines()]
+        if keep and keep.exists()
+        else []
+    )
     for name, steps in tasks.items():
         for seed in range(seeds):
             task = None
@@ -62,7 +70,10 @@ def results(tasks: dict[str, int], seeds: int, data: Path, keep: Path | None) ->
                     if keep:
                         with keep.open("a") as file:
                             file.write(json.dumps(found) + "\n")
-                print(f"  {name:8} seed {seed}  {strategy:30} accuracy {found['accuracy']:.1%}", flush=True)
+                print(
+                    f"  {name:8} seed {seed}  {strategy:30} accuracy {found['accuracy']:.1%}",
+                    flush=True,
+                )
                 yield found
 
 
@@ -71,7 +82,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--keep", type=Path, help="results as JSON lines, to go on with later")
     chosen = parser.parse_args()
-    tasks = wanted({"digits": 8, "cifar10": 4} if chosen.quick else {"digits": 200, "cifar10": 360}, chosen)
+    tasks = wanted(
+        {"digits": 8, "cifar10": 4} if chosen.quick else {"digits": 200, "cifar10": 360}, chosen
+    )
     seeds = chosen.seeds or (1 if chosen.quick else 3)
     torch.set_num_threads(1)
     where = machine()
@@ -79,12 +92,16 @@ def main() -> None:
     parts = ["## Accuracy at the same number of gradients: eight virtual learners\n"]
     for name, steps in tasks.items():
         batch = OPTIONS[name]["batch"]
-        rows = rows_of([line for line in said if line["task"] == name], {strategy: strategy for strategy in STRATEGIES})
+        rows = rows_of(
+            [line for line in said if line["task"] == name],
+            {strategy: strategy for strategy in STRATEGIES},
+        )
         parts += [f"**{TITLES[name]}; {LEARNERS * steps} gradients of batch {batch}.**\n", rows, ""]
     parts.append(
-        f"Mean and range (least-most) over {seeds} seeds; the difference is taken seed by seed. Four nodes of two learners on a virtual "
-        "cluster (10 Gbit/s, 100 ms a step with 10 % jitter); SGD with momentum, the same learning rate for all, cosine to zero. "
-        f"Computed by the simulator: real gradients, virtual time.\n\n{where}."
+        f"Mean and range (least-most) over {seeds} seeds; the difference is taken seed by seed. "
+        "Four nodes of two learners on a virtual cluster (10 Gbit/s, 100 ms a step with 10 % "
+        "jitter); SGD with momentum, the same learning rate for all, cosine to zero. Computed by "
+        f"the simulator: real gradients, virtual time.\n\n{where}."
     )
     publish("simulated accuracy", "\n".join(parts), quick=chosen.quick)
 

@@ -1,9 +1,10 @@
-"""Many learners in one process: convergence and consensus at 128 learners, contraction, a slow learner, large batches.
+"""Many learners in one process: convergence and consensus at 128 learners, contraction, a slow
+learner, large batches.
 
     python benchmarks/simulated_learners.py [--quick]
 
-Every learner draws its own random batches of scikit-learn's digits (1437 images to train, 360 to test); the model is a
-network of one hidden layer. Gradients are computed, only time is virtual.
+Every learner draws its own random batches of scikit-learn's digits (1437 images to train, 360 to
+test); the model is a network of one hidden layer. Gradients are computed, only time is virtual.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ STRATEGIES = {
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Training and test data, every fifth image to test."""
     images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    x = torch.tensor(images / 16, dtype=torch.float32)
+    y = torch.tensor(labels)
     test = torch.arange(len(y)) % 5 == 0
     return x[~test], y[~test], x[test], y[test]
 
@@ -67,7 +69,9 @@ class Learning:
     seed: int = 0
 
     def __call__(self, rank: int) -> dict[int, float]:
-        """Accuracy of the mean model after so many steps of a learner, as rank 0 sees it; the final one last."""
+        """Accuracy of the mean model after so many steps of a learner, as rank 0 sees it; the
+        final one last.
+        """
         x, y, _, _ = digits()
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
@@ -88,44 +92,60 @@ class Learning:
 
 def run(learning: Learning, ranks: int, ranks_per_node: int = 4, **cluster: object) -> Simulation:
     described = loosestep.Cluster(**{**CLUSTER, "seed": learning.seed, **cluster})  # type: ignore[arg-type]
-    return loosestep.simulate(learning, ranks=ranks, ranks_per_node=ranks_per_node, cluster=described)
+    return loosestep.simulate(
+        learning, ranks=ranks, ranks_per_node=ranks_per_node, cluster=described
+    )
 
 
-# Convergence -----------------------------------------------------------------------------------------------------------
+# Convergence --------------------------------------------------------------------------------------
 
 
 def convergence(ranks: int, steps: int) -> str:
     """Curves of accuracy and of the consensus distance."""
     marks = tuple(sorted({steps // 15, steps // 6, steps // 3, 2 * steps // 3}))
-    rows, distances = [], []
+    rows = []
+    distances = []
     for name, strategy in STRATEGIES.items():
         began = time.process_time()
         done = run(Learning(strategy, steps, batch=4, lr=0.1, evaluate_at=marks), ranks)
         seen = done.results[0]
         rows.append(
-            [name, *(f"{seen[mark]:.1%}" for mark in marks), f"{seen[steps]:.1%}", f"{done.gradients_per_second:.0f}",
-             f"{done.waiting_share:.1%}", f"{done.bytes_between_nodes / sum(done.steps) / 1e3:.1f}"]
-        )  # fmt: skip
+            [
+                name,
+                *(f"{seen[mark]:.1%}" for mark in marks),
+                f"{seen[steps]:.1%}",
+                f"{done.gradients_per_second:.0f}",
+                f"{done.waiting_share:.1%}",
+                f"{done.bytes_between_nodes / sum(done.steps) / 1e3:.1f}",
+            ]
+        )
         distances.append([name, *distances_at(done, marks)])
         print(f"  {name}: {rows[-1][1:]}, {time.process_time() - began:.0f} s of CPU", flush=True)
     heads = [f"after {mark} steps" for mark in marks]
     return "\n\n".join(
         [
-            f"### {ranks} learners: accuracy of the mean model\n\n{ranks // 4} nodes of 4, batch 4 a learner, SGD with momentum "
-            f"0.9, learning rate 0.1, {steps} steps of every learner; virtual cluster: 10 Gbit/s uplinks, 50 us, 120 ms a step "
-            "with 10 % jitter.",
-            table(["", *heads, "at the end", "gradients/s", "waiting", "kB/gradient between nodes"], rows),
-            "Root mean square distance of the learners to their mean, before what is in flight lands (gossip: as sampled every "
-            "ten steps; - before the first):",
+            f"### {ranks} learners: accuracy of the mean model\n\n{ranks // 4} nodes of 4, batch "
+            f"4 a learner, SGD with momentum 0.9, learning rate 0.1, {steps} steps of every "
+            "learner; virtual cluster: 10 Gbit/s uplinks, 50 us, 120 ms a step with 10 % jitter.",
+            table(
+                ["", *heads, "at the end", "gradients/s", "waiting", "kB/gradient between nodes"],
+                rows,
+            ),
+            "Root mean square distance of the learners to their mean, before what is in flight "
+            "lands (gossip: as sampled every ten steps; - before the first):",
             table(["", *heads], distances),
         ]
     )
 
 
 def distances_at(done: Simulation, marks: Sequence[int]) -> list[str]:
-    """The consensus distance last known when all learners together had made so many steps; all are one in lockstep."""
+    """The consensus distance last known when all learners together had made so many steps; all
+    are one in lockstep.
+    """
     kinds = {event.kind for event in done.events}
-    steps, latest, found = 0, "-" if "fold" in kinds else "0.000", []
+    steps = 0
+    latest = "-" if "fold" in kinds else "0.000"
+    found = []
     for event in done.events:
         steps += event.kind == "step"
         if event.kind == "distance":
@@ -135,12 +155,13 @@ def distances_at(done: Simulation, marks: Sequence[int]) -> list[str]:
     return found
 
 
-# Contraction -----------------------------------------------------------------------------------------------------------
+# Contraction --------------------------------------------------------------------------------------
 
 
 def contraction(n: int, topology: str, rounds: int) -> float:
-    """What a lockstep round leaves of the squared distance to the mean: of the slowest mode of a fixed ring, of all
-    directions alike for a randomized one."""
+    """What a lockstep round leaves of the squared distance to the mean: of the slowest mode of a
+    fixed ring, of all directions alike for a randomized one.
+    """
     before: dict[int, list[torch.Tensor]] = defaultdict(list)
     after: dict[int, list[torch.Tensor]] = defaultdict(list)
     size = 2048 if topology == "random-ring" else 1
@@ -164,46 +185,74 @@ def contraction(n: int, topology: str, rounds: int) -> float:
         stacked = torch.stack(vectors)
         return float((stacked - stacked.mean(0)).square().sum())
 
-    return float(np.mean([square(after[number]) / square(before[number]) for number in range(rounds)]))
+    return float(
+        np.mean([square(after[number]) / square(before[number]) for number in range(rounds)])
+    )
 
 
 def contractions(sizes: Sequence[int]) -> str:
     rows = []
     for n in sizes:
-        fixed, expected = contraction(n, "ring", 2), ((1 + 2 * np.cos(2 * np.pi / n)) / 3) ** 2
-        mixed, predicted = contraction(n, "random-ring", 5), 1 / 3 - (2 / 3) / (n - 1)
+        fixed = contraction(n, "ring", 2)
+        expected = ((1 + 2 * np.cos(2 * np.pi / n)) / 3) ** 2
+        mixed = contraction(n, "random-ring", 5)
+        predicted = 1 / 3 - (2 / 3) / (n - 1)
         error = max(abs(fixed / expected - 1), abs(mixed / predicted - 1))
-        rows.append([str(n), f"{fixed:.3f}", f"{expected:.3f}", f"{mixed:.3f}", f"{predicted:.3f}", f"{error:.1%}"])
+        rows.append(
+            [
+                str(n),
+                f"{fixed:.3f}",
+                f"{expected:.3f}",
+                f"{mixed:.3f}",
+                f"{predicted:.3f}",
+                f"{error:.1%}",
+            ]
+        )
         print(f"  contraction: {rows[-1]}", flush=True)
-    heads = ["learners", "fixed ring", "((1+2cos(2pi/n))/3)^2", "randomized ring", "1/3-(2/3)/(n-1)", "largest error"]
+    heads = [
+        "learners",
+        "fixed ring",
+        "((1+2cos(2pi/n))/3)^2",
+        "randomized ring",
+        "1/3-(2/3)/(n-1)",
+        "largest error",
+    ]
     return "\n\n".join(
         [
-            "### Contraction of the squared disagreement per round\n\nLockstep rounds of the real protocol, against theory.",
+            "### Contraction of the squared disagreement per round\n\nLockstep rounds of the real "
+            "protocol, against theory.",
             table(heads, rows),
         ]
     )
 
 
-# One slow learner ------------------------------------------------------------------------------------------------------
+# One slow learner ---------------------------------------------------------------------------------
 
 
 def slow_learner(ranks: int, steps: int) -> str:
-    """Speed of the others when one learner is ten times slower. It makes a tenth of the steps where it may."""
+    """Speed of the others when one learner is ten times slower. It makes a tenth of the steps
+    where it may.
+    """
     rows = []
     for name, strategy in STRATEGIES.items():
         gossip = strategy.startswith("adpsgd")
-        even, uneven = (others_speed(strategy, ranks, steps, slow, gossip) for slow in ({}, {3: 10.0}))
+        even, uneven = (
+            others_speed(strategy, ranks, steps, slow, gossip) for slow in ({}, {3: 10.0})
+        )
         rows.append([name, f"{even:.2f}", f"{uneven:.2f}", f"{uneven / even:.0%}"])
         print(f"  one slow learner: {rows[-1]}", flush=True)
     return "\n\n".join(
         [
-            f"### One of {ranks} learners ten times slower\n\nSteps per second of each of the others.",
+            f"### One of {ranks} learners ten times slower\n\nSteps per second of each of the "
+            "others.",
             table(["", "all equal", "one slow", "left"], rows),
         ]
     )
 
 
-def others_speed(strategy: str, ranks: int, steps: int, slow: dict[int, float], gossip: bool) -> float:
+def others_speed(
+    strategy: str, ranks: int, steps: int, slow: dict[int, float], gossip: bool
+) -> float:
     full = Learning(strategy, steps, batch=4, lr=0.05)
     short = Learning(strategy, max(1, steps // 10), batch=4, lr=0.05)
     described = loosestep.Cluster(**{**CLUSTER, "slow": slow})  # type: ignore[arg-type]
@@ -217,26 +266,40 @@ def others_speed(strategy: str, ranks: int, steps: int, slow: dict[int, float], 
     return len(stepped) / (ranks - 1) / max(event.time for event in stepped)
 
 
-# Large batches ---------------------------------------------------------------------------------------------------------
+# Large batches ------------------------------------------------------------------------------------
 
 
 def large_batches(ranks: int, images: int, seeds: Sequence[int]) -> str:
-    """A fixed number of images, ever larger batches, the learning rate in proportion to the batch and beyond."""
-    rows, medians = [], []
+    """A fixed number of images, ever larger batches, the learning rate in proportion to the
+    batch and beyond.
+    """
+    rows = []
+    medians = []
     for batch in (16, 64, 256):
         steps = images // (ranks * batch)
         for scale in (1, 4, 16):
             lr = 0.04 * scale * batch / 16
-            cells = [[100 * final_accuracy(name, ranks, steps, batch, lr, seed) for seed in seeds] for name in CLAIM]
+            cells = [
+                [100 * final_accuracy(name, ranks, steps, batch, lr, seed) for seed in seeds]
+                for name in CLAIM
+            ]
             spreads = [Spread(tuple(cell)) for cell in cells]
             medians.append((ranks * batch, lr, *(spread.median for spread in spreads)))
-            rows.append([str(ranks * batch), f"{lr:.2f}", str(steps), *(spread.text(".1f") for spread in spreads)])
+            rows.append(
+                [
+                    str(ranks * batch),
+                    f"{lr:.2f}",
+                    str(steps),
+                    *(spread.text(".1f") for spread in spreads),
+                ]
+            )
             print(f"  large batches: {rows[-1]}", flush=True)
     return "\n\n".join(
         [
-            f"### Large batches: {ranks} learners, {images} images in all\n\nAccuracy in % of the final mean model, median "
-            f"(least-most) of {len(seeds)} seeds; 10 % is guessing. The learning rate grows with the batch and is warmed up over a "
-            "fifth of the steps; each batch also at 4 and 16 times that rate.",
+            f"### Large batches: {ranks} learners, {images} images in all\n\nAccuracy in % of the "
+            f"final mean model, median (least-most) of {len(seeds)} seeds; 10 % is guessing. The "
+            "learning rate grows with the batch and is warmed up over a fifth of the steps; each "
+            "batch also at 4 and 16 times that rate.",
             table(["batch of all", "learning rate", "steps", *CLAIM], rows),
             verdict(medians),
         ]
@@ -255,8 +318,9 @@ def verdict(medians: Sequence[tuple[int, float, float, float]]) -> str:
     worse = [row for row in medians if row[3] < row[2] - 1]
     both = [row for row, best in zip(medians, works, strict=True) if best < 80]
     return (
-        f"Synchronous SGD fails (below 80 %) and the randomized ring does not: {name(saved)}. Both fail: {name(both)}. The "
-        f"randomized ring is better by more than a point: {name(better)}; worse: {name(worse)}."
+        f"Synchronous SGD fails (below 80 %) and the randomized ring does not: {name(saved)}. "
+        f"Both fail: {name(both)}. The randomized ring is better by more than a point: "
+        f"{name(better)}; worse: {name(worse)}."
     )
 
 
@@ -272,7 +336,8 @@ def final_accuracy(name: str, ranks: int, steps: int, batch: int, lr: float, see
 def main() -> None:
     quick = "--quick" in sys.argv
     torch.set_num_threads(1)
-    began, where = time.process_time(), machine()
+    began = time.process_time()
+    where = machine()
     parts = [
         "## Simulated learners",
         convergence(16 if quick else 128, 30 if quick else 90),

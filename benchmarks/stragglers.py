@@ -1,10 +1,12 @@
-"""Gradients per second when ranks are not equally fast: one 2, 5 and 10 times slower, and all of them unsteady.
+"""Gradients per second when ranks are not equally fast: one 2, 5 and 10 times slower, and all of
+them unsteady.
 
     python benchmarks/stragglers.py [--quick]                                         (make peers before; root is not needed)
 
-Four ranks, one a node, on the loopback; 20 ms of emulated compute, a model of 1 MB. The window of a peer that exchanges every so many
-steps is so long that the slow rank exchanges twice in it. Beside the speed the table says whether the others
-wait: how close their pace is to the slow rank's own (0 %) or to the pace they have without communication (100 %).
+Four ranks, one a node, on the loopback; 20 ms of emulated compute, a model of 1 MB. The window of a
+peer that exchanges every so many steps is so long that the slow rank exchanges twice in it. Beside
+the speed the table says whether the others wait: how close their pace is to the slow rank's own (0
+%) or to the pace they have without communication (100 %).
 """
 
 from __future__ import annotations
@@ -49,9 +51,14 @@ def main() -> None:
     paces: dict[tuple[str, str], list[list[float]]] = {}
     with Cluster(4, 1, network=False) as cluster:
         for number, case, peer in progress_in_time(
-            plan, lambda item: f"round {item[0]}  {item[1].label}  {item[2].name}", lambda item: item[0], chosen.seconds
+            plan,
+            lambda item: f"round {item[0]}  {item[1].label}  {item[2].name}",
+            lambda item: item[0],
+            chosen.seconds,
         ):
-            window = max(1.5, 2.4 * peer.period * WORK["seconds"] * max(case.slow.values(), default=1.0))
+            window = max(
+                1.5, 2.4 * peer.period * WORK["seconds"] * max(case.slow.values(), default=1.0)
+            )
             block = Block(
                 peer.name,
                 WORK,
@@ -66,17 +73,24 @@ def main() -> None:
             paces.setdefault((case.label, peer.name), []).append(outcome.paces)
             print(f"      {outcome.speed:7.1f} gradients/s {outcome.failed or ''}", flush=True)
     keep("stragglers", ({"case": c, "peer": p, "paces": v} for (c, p), v in paces.items()), chosen)
-    text = f"## Stragglers: four ranks, 20 ms of emulated compute\n\n{rows_of(cases, peers, paces)}\n\n"
+    text = (
+        f"## Stragglers: four ranks, 20 ms of emulated compute\n\n{rows_of(cases, peers, paces)}\n"
+        "\n"
+    )
     text += picture(cases, peers, paces, chosen)
     text += (
-        f"\nGradients per second of all ranks, median (least-most) of {number + 1} round(s), seed = round; the share is that of no communication "
-        "in the same round and case. Jitter: every step takes 1 + e times as long, e exponential with mean 0.5. The last column: with "
-        "one rank 10 times slower, whether the others wait for it, and their freedom (0 %: they run at its pace, 100 %: at their own)."
+        f"\nGradients per second of all ranks, median (least-most) of {number + 1} round(s), seed "
+        "= round; the share is that of no communication in the same round and case. Jitter: "
+        "every step takes 1 + e times as long, e exponential with mean 0.5. The last column: "
+        "with one rank 10 times slower, whether the others wait for it, and their freedom (0 %: "
+        "they run at its pace, 100 %: at their own)."
     )
     finish("stragglers", text, chosen, where=where, measured=peers, network=False)
 
 
-def rows_of(cases: list[Case], peers: list[Peer], paces: dict[tuple[str, str], list[list[float]]]) -> str:
+def rows_of(
+    cases: list[Case], peers: list[Peer], paces: dict[tuple[str, str], list[list[float]]]
+) -> str:
     """One row a peer."""
     rows = []
     for peer in peers:
@@ -94,14 +108,23 @@ def freedom_of(peer: Peer, paces: dict[tuple[str, str], list[list[float]]]) -> s
     label = CASES[3].label
     pairs = zip(paces[label, peer.name], paces[label, FREE], strict=True)
     share = Spread(tuple(figures.freedom(mine, alone, SLOW_RANK) for mine, alone in pairs)).median
-    return "" if peer.name == FREE or math.isnan(share) else f"{figures.verdict(share)} ({share:.0%})"
+    return (
+        "" if peer.name == FREE or math.isnan(share) else f"{figures.verdict(share)} ({share:.0%})"
+    )
 
 
-def picture(cases: list[Case], peers: list[Peer], paces: dict[tuple[str, str], list[list[float]]], options: Any) -> str:
+def picture(
+    cases: list[Case],
+    peers: list[Peer],
+    paces: dict[tuple[str, str], list[list[float]]],
+    options: Any,
+) -> str:
     label = CASES[3].label
 
     def middle(peer: Peer) -> float:
-        speeds, base = ([sum(figure) for figure in paces[label, name]] for name in (peer.name, FREE))
+        speeds, base = (
+            [sum(figure) for figure in paces[label, name]] for name in (peer.name, FREE)
+        )
         return ratios(speeds, base).median
 
     def draw(axes: Any) -> None:

@@ -1,13 +1,17 @@
-"""Seconds until a task is learnt, by peer, on slow links: digits, CIFAR-10 and AN4 at 100 and 500 Mbit/s.
+"""Seconds until a task is learnt, by peer, on slow links: digits, CIFAR-10 and AN4 at 100 and 500
+Mbit/s.
 
     python benchmarks/time_to_accuracy.py [--task digits|cifar10|an4] [--quick]       (Linux, root; make peers before)
 
-Two nodes of two ranks. Every peer trains for the same time with the same model, first parameters and batches, at a learning rate of its
-own: the one with the best mean quality over a run (of a loss: over its second half) at the last bandwidth and the first seed, found by
-climbing from a common one, in shorter runs where whole ones take long. A rank keeps a copy of its model now and then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on the test
-set. So nobody is stopped, and local models count as what they would be saved as. CIFAR-10 and AN4 are read from ../shared/data and
-left out where they are not there. Every run is kept in results/bench/; with `--earlier` those are not made again. Three seeds unless
-`--rounds` says otherwise; after the first only those that are not much slower than the fastest.
+Two nodes of two ranks. Every peer trains for the same time with the same model, first parameters
+and batches, at a learning rate of its own: the one with the best mean quality over a run (of a
+loss: over its second half) at the last bandwidth and the first seed, found by climbing from a
+common one, in shorter runs where whole ones take long. A rank keeps a copy of its model now and
+then, by the clock; afterwards the copies of one moment are averaged over the ranks and judged on
+the test set. So nobody is stopped, and local models count as what they would be saved as. CIFAR-10
+and AN4 are read from ../shared/data and left out where they are not there. Every run is kept in
+results/bench/; with `--earlier` those are not made again. Three seeds unless `--rounds` says
+otherwise; after the first only those that are not much slower than the fastest.
 """
 
 from __future__ import annotations
@@ -24,7 +28,18 @@ import torch
 from common import Spread, table
 from harness import tasks
 from harness.cluster import QUIET, Block, Cluster
-from harness.script import finish, keep, lineup, machine, parser, partial, plot, progress, raw, require_root
+from harness.script import (
+    finish,
+    keep,
+    lineup,
+    machine,
+    parser,
+    partial,
+    plot,
+    progress,
+    raw,
+    require_root,
+)
 from harness.tasks import TITLES
 from peers import FREE, Peer, find
 
@@ -40,7 +55,9 @@ MUCH_LATER = 1.5
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, how often judged; how long a run to find the learning rate is. `seconds` of emulated compute are added to every step."""
+    """How long, how often judged; how long a run to find the learning rate is. `seconds` of
+    emulated compute are added to every step.
+    """
 
     lasts: float
     every: float
@@ -48,22 +65,30 @@ class Plan:
     seconds: float
     higher: bool = True
     skipped: float = 0.0
-    """The part of a run that does not count for the choice of the learning rate: a loss falls from far above all that matters."""
+    """The part of a run that does not count for the choice of the learning rate: a loss falls
+    from far above all that matters.
+    """
     left_out: tuple[str, ...] = ()
 
     def target(self, curves: Mapping[str, Sequence[list[float]]]) -> float:
-        """95 % of what the best peer (none of ours) has at the end, in the median of its seeds; for a loss, that divided by 95 %."""
+        """95 % of what the best peer (none of ours) has at the end, in the median of its seeds;
+        for a loss, that divided by 95 %.
+        """
         ends = [
             Spread(tuple(curve[-1] for curve in found)).median
             for peer, found in curves.items()
-            if not find(peer).ours and all(found) and not any(math.isnan(curve[-1]) for curve in found)
+            if not find(peer).ours
+            and all(found)
+            and not any(math.isnan(curve[-1]) for curve in found)
         ]
         if not ends:
             return math.nan
         return SHARE * max(ends) if self.higher else min(ends) / SHARE
 
     def value(self, curve: list[float]) -> float:
-        """How fast and how well a run learns: its mean quality; more is better, a run that failed or diverged the worst."""
+        """How fast and how well a run learns: its mean quality; more is better, a run that
+        failed or diverged the worst.
+        """
         if not curve or math.isnan(curve[-1]):
             return -math.inf
         counted = curve[round(self.skipped * len(curve)) :]
@@ -74,7 +99,11 @@ class Plan:
         """The peers worth another seed: not much later at (nearly) the target than the fastest."""
         eased = target * NEAR if self.higher else target / NEAR
         times = {peer: self.reached(curve, eased) for peer, curve in curves.items()}
-        return {peer for peer, seconds in times.items() if seconds <= MUCH_LATER * min(times.values()) < math.inf}
+        return {
+            peer
+            for peer, seconds in times.items()
+            if seconds <= MUCH_LATER * min(times.values()) < math.inf
+        }
 
     def reached(self, qualities: list[float], target: float) -> float:
         """Seconds until the target is met for the first time; inf if it is not."""
@@ -115,8 +144,12 @@ Curves = dict[str, dict[str, list[list[float]]]]
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--task", choices=list(PLANS), action="append", help="all three unless given")
-    options.add_argument("--earlier", action="store_true", help="do not make the runs of earlier calls again")
+    options.add_argument(
+        "--task", choices=list(PLANS), action="append", help="all three unless given"
+    )
+    options.add_argument(
+        "--earlier", action="store_true", help="do not make the runs of earlier calls again"
+    )
     options.add_argument("--bandwidth", action="append", help="as in 100mbit; nothing is written")
     chosen = options.parse_args()
     require_root()
@@ -132,7 +165,9 @@ class Trials:
     """The runs of one task, each kept as a line of JSON as soon as it is made."""
 
     def __init__(self, name: str, plan: Plan, cluster: Cluster, options: Any) -> None:
-        self._name, self._plan, self._cluster = name, plan, cluster
+        self._name = name
+        self._plan = plan
+        self._cluster = cluster
         self._longest = 3.0 if options.quick else math.inf
         self._file = None if partial(options) else raw(f"time-to-accuracy-{name}-trials")
         self._known: dict[tuple[str, str, float, int, float], list[float]] = {}
@@ -142,7 +177,9 @@ class Trials:
             self._file.unlink(missing_ok=True)
         if self._file is not None and self._file.exists():
             for line in map(json.loads, self._file.read_text().splitlines()):
-                self._known[line["bandwidth"], line["peer"], line["lr"], line["seed"], line["lasts"]] = line["curve"]
+                self._known[
+                    line["bandwidth"], line["peer"], line["lr"], line["seed"], line["lasts"]
+                ] = line["curve"]
                 self.stolen.append(line["stolen"])
         self.earlier = len(self._known)
 
@@ -154,23 +191,45 @@ class Trials:
             self._known[key], stolen = self._train(peer, bandwidth, lr, seed, lasts)
             self.stolen.append(stolen)
             if self._file is not None:
-                line = {"bandwidth": bandwidth, "peer": peer.name, "lr": lr, "seed": seed, "lasts": lasts, "stolen": stolen,
-                        "curve": self._known[key]}  # fmt: skip
+                line = {
+                    "bandwidth": bandwidth,
+                    "peer": peer.name,
+                    "lr": lr,
+                    "seed": seed,
+                    "lasts": lasts,
+                    "stolen": stolen,
+                    "curve": self._known[key],
+                }
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 with self._file.open("a") as file:
                     file.write(json.dumps(line) + "\n")
         return self._known[key]
 
-    def _train(self, peer: Peer, bandwidth: str, lr: float, seed: int, lasts: float) -> tuple[list[float], float]:
+    def _train(
+        self, peer: Peer, bandwidth: str, lr: float, seed: int, lasts: float
+    ) -> tuple[list[float], float]:
         plan = self._plan
         work = {"kind": "task", "name": self._name, "seconds": plan.seconds, "lr": lr}
-        block = Block(peer.name, work, window=lasts, warmup=0.0, seed=seed, snapshots=plan.every, deadline=lasts + 2)
+        block = Block(
+            peer.name,
+            work,
+            window=lasts,
+            warmup=0.0,
+            seed=seed,
+            snapshots=plan.every,
+            deadline=lasts + 2,
+        )
         outcome = self._cluster.run(block, bandwidth=bandwidth)
         found: list[float] = []
         if not outcome.failed:
-            found = tasks.judge(self._name, seed, self._cluster.snapshots(outcome), count=round(lasts / plan.every))
+            found = tasks.judge(
+                self._name, seed, self._cluster.snapshots(outcome), count=round(lasts / plan.every)
+            )
         said = f"at the end {found[-1]:.3f}" if found else outcome.failed
-        print(f"      {peer.name}, {bandwidth}, rate {lr:g}: {said} ({outcome.stolen:.1%} stolen)", flush=True)
+        print(
+            f"      {peer.name}, {bandwidth}, rate {lr:g}: {said} ({outcome.stolen:.1%} stolen)",
+            flush=True,
+        )
         return found, round(outcome.stolen, 4)
 
 
@@ -190,24 +249,35 @@ def climb(value: Callable[[float], float], begin: float) -> float:
 
 def measure(name: str, options: Any) -> None:
     """One section."""
-    plan, where = PLANS[name], machine()
+    plan = PLANS[name]
+    where = machine()
     print(f"\n{TITLES[name]}\n{where}", flush=True)
-    peers = [p for p in lineup(options, QUICK if options.quick else (), rare=True) if p.name != FREE]
+    peers = [
+        p for p in lineup(options, QUICK if options.quick else (), rare=True) if p.name != FREE
+    ]
     if not options.peers:
-        peers = [peer for peer in peers if not any(word in peer.name for word in LEFT_OUT + plan.left_out)]
+        peers = [
+            peer
+            for peer in peers
+            if not any(word in peer.name for word in LEFT_OUT + plan.left_out)
+        ]
     bandwidths = options.bandwidth or (BANDWIDTHS[1:] if options.quick else BANDWIDTHS)
     seeds = options.rounds or (1 if options.quick else SEEDS)
     tasks.build(name, 0)  # decodes into the cache, once instead of on every rank
     curves: Curves = {bandwidth: {} for bandwidth in bandwidths}
     rates: dict[str, float] = {}
-    with Cluster(2, 2, preload="harness.tasks,sklearn.datasets,kaldi_native_fbank", tries=TRIES) as cluster:
+    with Cluster(
+        2, 2, preload="harness.tasks,sklearn.datasets,kaldi_native_fbank", tries=TRIES
+    ) as cluster:
         trials = Trials(name, plan, cluster, options)
         for peer in progress(peers, lambda peer: f"the learning rate of {peer.name}"):
 
             def value(lr: float, peer: Peer = peer) -> float:
                 return plan.value(trials.curve(peer, bandwidths[-1], lr, 0, plan.search))
 
-            rates[peer.name] = tasks.RATES[name] if options.quick else climb(value, tasks.RATES[name])
+            rates[peer.name] = (
+                tasks.RATES[name] if options.quick else climb(value, tasks.RATES[name])
+            )
         near = {rate: {peer.name for peer in peers} for rate in bandwidths}
         for seed in progress(range(seeds), lambda seed: f"seed {seed}"):
             for rate in bandwidths:
@@ -227,21 +297,39 @@ def measure(name: str, options: Any) -> None:
     )
     keep(f"time-to-accuracy-{name}", lines, options)
     section = f"time-to-accuracy-{name}"
-    goals = " and ".join(f"{target:.1%}" if plan.higher else f"{target:.3f}" for target in targets.values())
+    goals = " and ".join(
+        f"{target:.1%}" if plan.higher else f"{target:.3f}" for target in targets.values()
+    )
     goal = f"a test {'accuracy' if plan.higher else 'loss'} of {goals}"
     text = f"## Time to accuracy: {TITLES[name]}\n\n{rows_of(plan, targets, rates, curves)}\n\n"
     text += picture(section, plan, targets, peers, curves, options)
     text += (
-        f"\nSeconds until the average of the ranks' models has {goal} ({' and '.join(bandwidths)}: 95 % of what the best peer has at the end there), judged every {plan.every:g} s, and its quality after {plan.lasts:g} s; median "
-        f"(least-most) of {seeds} seed(s), one for those that with it took more than {MUCH_LATER:g} times as long to {NEAR:.0%} of the target as the fastest. Two nodes of two ranks; real compute plus {1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, "
-        f"for every peer the one with the best mean quality over {f'the last {plan.search * (1 - plan.skipped):g} of ' if plan.skipped else ''}{plan.search:g} s at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by factors of {STEP:g} as long as that helped, else down); "
-        f"batch {tasks.OPTIONS[name]['batch']} a rank. A run during which others took more than {QUIET:.0%} of this machine was made again, up to {TRIES} times; the quietest counts (they took {statistics.median(trials.stolen):.1%} in the median, {max(trials.stolen):.1%} at most)."
-        + (f" {trials.earlier} of {len(trials.stolen)} runs were made by earlier calls." if trials.earlier else "")
+        f"\nSeconds until the average of the ranks' models has {goal} "
+        f"({' and '.join(bandwidths)}: 95 % of what the best peer has at the end there), judged "
+        f"every {plan.every:g} s, and its quality after {plan.lasts:g} s; median (least-most) of "
+        f"{seeds} seed(s), one for those that with it took more than {MUCH_LATER:g} times as long "
+        f"to {NEAR:.0%} of the target as the fastest. Two nodes of two ranks; real compute plus "
+        f"{1000 * plan.seconds:.0f} ms of sleep a step; constant learning rate, for every peer "
+        "the one with the best mean quality over "
+        f"{f'the last {plan.search * (1 - plan.skipped):g} of ' if plan.skipped else ''}{plan.search:g} "
+        f"s at {bandwidths[-1]} and the first seed (tried up from {tasks.RATES[name]:g} by "
+        f"factors of {STEP:g} as long as that helped, else down); batch "
+        f"{tasks.OPTIONS[name]['batch']} a rank. A run during which others took more than "
+        f"{QUIET:.0%} of this machine was made again, up to {TRIES} times; the quietest counts "
+        f"(they took {statistics.median(trials.stolen):.1%} in the median, "
+        f"{max(trials.stolen):.1%} at most)."
+        + (
+            f" {trials.earlier} of {len(trials.stolen)} runs were made by earlier calls."
+            if trials.earlier
+            else ""
+        )
     )
     finish(section, text, options, where=where, measured=peers, rare=True)
 
 
-def rows_of(plan: Plan, targets: Mapping[str, float], rates: dict[str, float], curves: Curves) -> str:
+def rows_of(
+    plan: Plan, targets: Mapping[str, float], rates: dict[str, float], curves: Curves
+) -> str:
     """A pair of columns for each bandwidth."""
     rows = []
     for peer, lr in rates.items():
@@ -250,7 +338,12 @@ def rows_of(plan: Plan, targets: Mapping[str, float], rates: dict[str, float], c
             found = curves[rate][peer]
             ends = tuple(qualities[-1] if qualities else math.nan for qualities in found)
             row.append(
-                Spread(tuple(plan.reached(qualities, target) if qualities else math.nan for qualities in found))
+                Spread(
+                    tuple(
+                        plan.reached(qualities, target) if qualities else math.nan
+                        for qualities in found
+                    )
+                )
                 .text(".2f")
                 .replace("inf", "never")
             )
@@ -261,7 +354,12 @@ def rows_of(plan: Plan, targets: Mapping[str, float], rates: dict[str, float], c
 
 
 def picture(
-    name: str, plan: Plan, targets: Mapping[str, float], peers: list[Peer], curves: Curves, options: Any
+    name: str,
+    plan: Plan,
+    targets: Mapping[str, float],
+    peers: list[Peer],
+    curves: Curves,
+    options: Any,
 ) -> str:
     rate, target = next(iter(targets.items()))
 
@@ -269,7 +367,13 @@ def picture(
         for peer in peers:
             qualities = curves[rate][peer.name][0]
             moments = [plan.every * (number + 1) for number in range(len(qualities))]
-            axes.plot(moments, qualities, label=peer.name, linestyle="-" if peer.ours else "--", linewidth=1)
+            axes.plot(
+                moments,
+                qualities,
+                label=peer.name,
+                linestyle="-" if peer.ours else "--",
+                linewidth=1,
+            )
         axes.axhline(target, color="black", linewidth=0.5)
         axes.set_xlabel(f"seconds, {rate}, first seed")
         axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))

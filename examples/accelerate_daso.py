@@ -16,7 +16,8 @@ loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shu
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
-model = accelerator.prepare_model(model, evaluation_mode=True)  # placed, not wrapped in DDP over all ranks
+# placed, not wrapped in DDP over all ranks
+model = accelerator.prepare_model(model, evaluation_mode=True)
 optimizer, loader = accelerator.prepare(optimizer, loader)
 
 with attach(model, optimizer, "daso:period=4"):

@@ -1,6 +1,7 @@
 """FSDP2 inside the node, DASO between nodes.
 
-loosestep launch --nodes 2 --ranks-per-node 2 examples/fsdp.py        (on several machines: torchrun, as usual)
+loosestep launch --nodes 2 --ranks-per-node 2 examples/fsdp.py        (on several machines:
+torchrun, as usual)
 """
 
 import torch
@@ -11,7 +12,8 @@ import loosestep
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-mesh = loosestep.node_mesh()  # "cuda", after torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+# "cuda", after torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+mesh = loosestep.node_mesh()
 for layer in model:
     if any(True for _ in layer.parameters()):
         fully_shard(layer, mesh=mesh)

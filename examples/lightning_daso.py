@@ -48,5 +48,6 @@ with tempfile.TemporaryDirectory() as folder:
     )
     trainer.fit(module, loader, loader)
 print(
-    f"validation loss {trainer.callback_metrics['loss']:.3f}, checksum {sum(p.sum().item() for p in module.parameters()):.9f}"
+    f"validation loss {trainer.callback_metrics['loss']:.3f}, checksum "
+    f"{sum(p.sum().item() for p in module.parameters()):.9f}"
 )

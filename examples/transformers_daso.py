@@ -38,4 +38,7 @@ with tempfile.TemporaryDirectory() as folder:
     trainer = Trainer(model, arguments, train_dataset=Counting())
     attach(trainer, "daso:period=4")
     result = trainer.train()
-print(f"loss {result.training_loss:.3f}, checksum {sum(p.sum().item() for p in model.parameters()):.9f}")
+print(
+    f"loss {result.training_loss:.3f}, checksum "
+    f"{sum(p.sum().item() for p in model.parameters()):.9f}"
+)

@@ -1,4 +1,6 @@
-"""Shared by all tests: helpers are importable by name; one thread computes, as on the ranks that results are compared with."""
+"""Shared by all tests: helpers are importable by name; one thread computes, as on the ranks that
+results are compared with.
+"""
 
 import os
 import sys
@@ -14,13 +16,16 @@ HERE = Path(__file__).parent
 for folder in (HERE, HERE / "cluster"):
     sys.path.insert(0, str(folder))
 torch.set_num_threads(1)
-# torch asks for the name of every address it connects to: one second where a name server does not answer, not five.
+# torch asks for the name of every address it connects to: one second where a name server does not
+# answer, not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="module")
 def warm_ranks() -> Iterator[None]:
-    """The ranks that this module's tests launch are forked from a server that has imported torch; see warm.py."""
+    """The ranks that this module's tests launch are forked from a server that has imported
+    torch; see warm.py.
+    """
     if sys.platform != "linux":
         yield
         return

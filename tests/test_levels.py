@@ -29,9 +29,13 @@ LEVELS = {
     8: ["", "training", "integrations"],  # "": the names that users import
     9: ["cli"],
 }
-SAME_ROOM = {"run": "attachment", "mesh": "attachment"}  # what the user touches, side by side in the root
+# what the user touches, side by side in the root
+SAME_ROOM = {"run": "attachment", "mesh": "attachment"}
 ROOMS = {room: level for level, rooms in LEVELS.items() for room in rooms}
-TO_BE_CUT = {("core.collectives.collective", "core.world"), ("core.collectives.groups", "core.world")}
+TO_BE_CUT = {
+    ("core.collectives.collective", "core.world"),
+    ("core.collectives.groups", "core.world"),
+}
 
 
 def modules() -> dict[str, Path]:
@@ -44,7 +48,9 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of the package that a module imports, at its top, inside its functions or for its types."""
+    """The modules of the package that a module imports, at its top, inside its functions or for
+    its types.
+    """
     package = ["loosestep", *filter(None, name.split("."))]
     if path.name != "__init__.py":
         package.pop()
@@ -69,7 +75,9 @@ def room_of(name: str) -> str:
         return ""
     parts = SAME_ROOM.get(name, name).split(".")
     prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-    return next((prefix for prefix in prefixes if prefix in ROOMS), f"no level says where {name} stands")
+    return next(
+        (prefix for prefix in prefixes if prefix in ROOMS), f"no level says where {name} stands"
+    )
 
 
 def edges() -> list[tuple[str, str]]:
@@ -94,7 +102,8 @@ def test_a_module_imports_from_lower_levels_only():
 def test_the_test_sees_imports_of_every_form():
     known = modules()
     assert "sim.driver" in set(imports("", known[""], known))  # for types only
+    # relative
     assert "recipes.errors" in set(
         imports("recipes.acoustic.decode", known["recipes.acoustic.decode"], known)
-    )  # relative
+    )
     assert "lab" in set(imports("", known[""], known))  # a module taken from its package

@@ -1,4 +1,6 @@
-"""A rank that was forked from the warm server is like one that was started: what tests find out holds for both."""
+"""A rank that was forked from the warm server is like one that was started: what tests find out
+holds for both.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,14 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def start(argument: str) -> Job:
-    return launch.start([sys.executable, "-W", "error", str(Path("script.py").resolve()), argument], nodes=2)
+    return launch.start(
+        [sys.executable, "-W", "error", str(Path("script.py").resolve()), argument], nodes=2
+    )
 
 
-def test_it_says_what_a_started_rank_says_and_ends_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_what_a_started_rank_says_and_ends_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = []
     for spawn in (Job._spawn, warm.spawn):
         monkeypatch.setattr(Job, "_spawn", spawn)
@@ -53,7 +59,9 @@ def test_it_says_what_a_started_rank_says_and_ends_with_its_exit_code(monkeypatc
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_ends_it_and_nobody_else(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+def test_a_signal_ends_it_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     monkeypatch.setattr(Job, "_spawn", warm.spawn)
     with start("wait") as job:
         for rank in job.ranks:

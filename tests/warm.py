@@ -1,7 +1,9 @@
-"""Ranks that start in milliseconds: forked from a server that has imported torch, instead of importing it anew each.
+"""Ranks that start in milliseconds: forked from a server that has imported torch, instead of
+importing it anew each.
 
-Everything else is as ever: a process of its own per rank, with a session, signals, environment and network of its own.
-For tests of what ranks do; how they are started is tested without (tests/test_launch.py and others).
+Everything else is as ever: a process of its own per rank, with a session, signals, environment and
+network of its own. For tests of what ranks do; how they are started is tested without
+(tests/test_launch.py and others).
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ def server() -> socket.socket:
 def is_a_script(command: Sequence[str]) -> bool:
     """Whether it is Python with a file or a module, all that the server can do."""
     words = list(command[3:] if command[1:2] == ["-W"] else command[1:])
-    return command[0] == sys.executable and bool(words) and (words[0] == "-m" or words[0].endswith(".py"))
+    return (
+        command[0] == sys.executable
+        and bool(words)
+        and (words[0] == "-m" or words[0].endswith(".py"))
+    )
 
 
 def spawn(job: Job, rank: Rank) -> int:
@@ -54,14 +60,19 @@ def spawn(job: Job, rank: Rank) -> int:
     if not is_a_script(place.command):
         return _cold_spawn(job, rank)
     request = {
-        "parent": os.getpid(), "namespace": place.namespace, "hosts": place.hosts, "folder": os.getcwd(),
-        "env": {"PYTHONUNBUFFERED": "1", **os.environ, **place.env}, "command": list(place.command),
-    }  # fmt: skip
+        "parent": os.getpid(),
+        "namespace": place.namespace,
+        "hosts": place.hosts,
+        "folder": os.getcwd(),
+        "env": {"PYTHONUNBUFFERED": "1", **os.environ, **place.env},
+        "command": list(place.command),
+    }
     read, write = os.pipe()
     os.set_blocking(read, False)
     prctl = ctypes.CDLL(None).prctl
     with _one_at_a_time:
-        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the server orphans becomes our child, for us to reap
+        # what the server orphans becomes our child, for us to reap
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             socket.send_fds(server(), [json.dumps(request).encode()], [write])
             rank.pid = int(server().recv(32))
@@ -72,5 +83,7 @@ def spawn(job: Job, rank: Rank) -> int:
 
 
 def command(*arguments: object) -> Job:
-    """`loosestep ARGUMENTS` as a process of its own, `job.ranks[0]`; the ranks that it starts import torch themselves."""
+    """`loosestep ARGUMENTS` as a process of its own, `job.ranks[0]`; the ranks that it starts
+    import torch themselves.
+    """
     return Job([Place("loosestep", [sys.executable, "-m", "loosestep.cli", *map(str, arguments)])])

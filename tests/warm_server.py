@@ -2,7 +2,8 @@
 
     python warm_server.py FD        one end of a socket pair; the other end's process becomes the ranks' parent
 
-A request is JSON {parent, namespace, hosts, folder, env, command} and a descriptor for the output; the answer a pid.
+A request is JSON {parent, namespace, hosts, folder, env, command} and a descriptor for the output;
+the answer a pid.
 """
 
 import gc
@@ -37,8 +38,11 @@ def serve(connection: socket.socket) -> tuple[dict[str, Any], int]:
 
 
 def _fork() -> int:
-    """As `os.fork`, but the new process is nobody's child any more: the kernel gives it to the nearest subreaper."""
-    (told, tell), (adopted, adopt) = os.pipe(), os.pipe()
+    """As `os.fork`, but the new process is nobody's child any more: the kernel gives it to the
+    nearest subreaper.
+    """
+    (told, tell) = os.pipe()
+    (adopted, adopt) = os.pipe()
     middle = os.fork()
     if middle == 0:
         pid = os.fork()
@@ -57,7 +61,9 @@ def _fork() -> int:
     return pid
 
 
-def run(*, parent: int, namespace: str, hosts: str, folder: str, env: dict[str, str], command: list[str]) -> None:
+def run(
+    *, parent: int, namespace: str, hosts: str, folder: str, env: dict[str, str], command: list[str]
+) -> None:
     """Do what `become_rank.main` and a new interpreter would do."""
     os.setsid()
     os.chdir(folder)

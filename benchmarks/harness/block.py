@@ -1,7 +1,8 @@
-"""One block on one rank: prepare the peer, meet the others once, then step until the cluster ends the process.
+"""One block on one rank: prepare the peer, meet the others once, then step until the cluster ends
+the process.
 
-A second thread takes the figures by the clock. So nobody is asked to stop at the same step, no peer gets a barrier that it does
-not have, and a rank that hangs still reports.
+A second thread takes the figures by the clock. So nobody is asked to stop at the same step, no peer
+gets a barrier that it does not have, and a rank that hangs still reports.
 """
 
 from __future__ import annotations
@@ -35,21 +36,28 @@ LOOK = 0.01
 
 def run(order: dict[str, Any], tell: Tell) -> None:
     """Never returns before the cluster ends this process, unless the peer fails."""
-    block, number = order["block"], order["number"]
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    block = order["block"]
+    number = order["number"]
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     moments: list[float] = []
     try:
         store = _store(number)
         _init_process_group(store, rank, world, node_only=find(block["peer"]).launcher == "mpirun")
-        pace = Pace(slower=block["slow"].get(str(rank), 1.0), jitter=block["jitter"], seed=1000 * block["seed"] + rank)
+        pace = Pace(
+            slower=block["slow"].get(str(rank), 1.0),
+            jitter=block["jitter"],
+            seed=1000 * block["seed"] + rank,
+        )
         work = make_work(block["work"], pace=pace, seed=block["seed"], rank=rank, world=world)
         model = work.make_model()
         options = {**find(block["peer"]).options, **block["options"]}
         prepare = load(block["peer"]).prepare
         for module in find(block["peer"]).imports:
             importlib.import_module(module)
-        held, begun = _own_memory(), time.monotonic()
+        held = _own_memory()
+        begun = time.monotonic()
         trainer = prepare(model, work, **options)
         prepared = time.monotonic() - begun
         start = _meet(store, rank, world)
@@ -68,8 +76,11 @@ def run(order: dict[str, Any], tell: Tell) -> None:
 
 def _store(number: int) -> dist.Store:
     """The launcher's store, with keys of this block."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=120))
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    shared = dist.TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=120)
+    )
     return dist.PrefixStore(f"block/{number}", shared)
 
 
@@ -77,8 +88,11 @@ def _init_process_group(store: dist.Store, rank: int, world: int, *, node_only: 
     """torch's default group: all ranks, or those of this node where MPI connects the nodes."""
     if node_only:
         store = dist.PrefixStore(f"node/{os.environ['GROUP_RANK']}", store)
-        rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+        rank = int(os.environ["LOCAL_RANK"])
+        world = int(os.environ["LOCAL_WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
 
 
 def _meet(store: dist.Store, rank: int, world: int) -> float:
@@ -93,22 +107,39 @@ def _meet(store: dist.Store, rank: int, world: int) -> float:
 
 
 class Watch:
-    """Looks at the clocks and counters at the begin and at the end of the timed window, and reports."""
+    """Looks at the clocks and counters at the begin and at the end of the timed window, and
+    reports.
+    """
 
-    def __init__(self, order: dict[str, Any], start: float, moments: list[float], model: nn.Module, tell: Tell) -> None:
-        self.block, self.number = order["block"], order["number"]
-        self.start, self.moments, self.model, self.tell = start, moments, model, tell
+    def __init__(
+        self,
+        order: dict[str, Any],
+        start: float,
+        moments: list[float],
+        model: nn.Module,
+        tell: Tell,
+    ) -> None:
+        self.block = order["block"]
+        self.number = order["number"]
+        self.start = start
+        self.moments = moments
+        self.model = model
+        self.tell = tell
         self.every: float = self.block["snapshots"]
         self.taken: dict[int, torch.Tensor] = {}
 
     def begin(self, prepared: float, held: int) -> None:
         """From now on the figures are taken in a thread, which ends with the process."""
-        threading.Thread(target=self._watch, args=(prepared, held), name="watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(prepared, held), name="watch", daemon=True
+        ).start()
 
     def snapshot(self) -> None:
-        """Keep the model now and then: judged afterwards, averaged over the ranks, without stopping anybody.
+        """Keep the model now and then: judged afterwards, averaged over the ranks, without stopping
+        anybody.
 
-        The first model after a multiple of `every` counts for the next multiple: never for a moment before it existed.
+        The first model after a multiple of `every` counts for the next multiple: never for a moment
+        before it existed.
         """
         if self.every:
             number = math.ceil(self.moments[-1] / self.every)
@@ -119,9 +150,11 @@ class Watch:
         block = self.block
         self._wait(block["warmup"], least=block["warm_steps"])
         before = _counters()
-        begin, first = time.monotonic() - self.start, len(self.moments)
+        begin = time.monotonic() - self.start
+        first = len(self.moments)
         self._wait(begin + block["window"], least=first + block["least_steps"])
-        end, moments = time.monotonic() - self.start, list(self.moments)
+        end = time.monotonic() - self.start
+        moments = list(self.moments)
         after = _counters()
         if self.every:
             self._save()
@@ -138,11 +171,15 @@ class Watch:
         )
 
     def _wait(self, until: float, *, least: int) -> None:
-        """Until this moment, and longer for slow peers that have not made the least number of steps, and until a period is
-        over where that is wanted; never for ever."""
+        """Until this moment, and longer for slow peers that have not made the least number of
+        steps, and until a period is over where that is wanted; never for ever.
+        """
         time.sleep(max(0.0, self.start + until - time.monotonic()))
-        limit, multiple = self.start + self.block["deadline"], self.block["multiple"]
-        while (len(self.moments) < least or len(self.moments) % multiple) and time.monotonic() < limit:
+        limit = self.start + self.block["deadline"]
+        multiple = self.block["multiple"]
+        while (
+            len(self.moments) < least or len(self.moments) % multiple
+        ) and time.monotonic() < limit:
             time.sleep(LOOK)
 
     def _save(self) -> None:
@@ -177,7 +214,9 @@ def _processes() -> list[psutil.Process]:
 
 
 def sent_by_node() -> int:
-    """Bytes that left this node over its cable, in the network that this process is in; 0 without one."""
+    """Bytes that left this node over its cable, in the network that this process is in; 0
+    without one.
+    """
     if "eth0:" not in Path("/proc/self/net/dev").read_text():
         return 0
     from loosestep.lab.network import sent_through  # late: an optional dependency
@@ -186,5 +225,7 @@ def sent_by_node() -> int:
 
 
 def _own_memory() -> int:
-    """Bytes that this process and those it started share with nobody: what they have come to own since the fork."""
+    """Bytes that this process and those it started share with nobody: what they have come to own
+    since the fork.
+    """
     return sum(process.memory_full_info().uss for process in _processes())

@@ -1,4 +1,5 @@
-"""The emulated cluster that all peers are measured on: ranks started once, blocks run one after the other.
+"""The emulated cluster that all peers are measured on: ranks started once, blocks run one after the
+other.
 
 with Cluster(2, 2) as cluster:
     outcome = cluster.run(Block("torch DDP", {"kind": "layers", "megabytes": 4, "seconds": 0.1}), bandwidth="500mbit")
@@ -30,7 +31,9 @@ from peers import find
 BENCHMARKS = Path(__file__).resolve().parents[1]
 PROJECT = BENCHMARKS.parent
 QUIET = 0.02
-"""The share of the processors that others may take from this machine (a virtual one) during a block."""
+"""The share of the processors that others may take from this machine (a virtual one) during a
+block.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class Block:
     """The window ends here at the latest, whatever the peer has done."""
 
     def order(self, folder: str) -> dict[str, Any]:
-        """What the ranks need to know: warm-up lasts for one exchange at least, the window contains one whole period."""
+        """What the ranks need to know: warm-up lasts for one exchange at least, the window
+        contains one whole period.
+        """
         period = find(self.peer).period
         steps = {"warm_steps": period + 3, "least_steps": max(self.steps, 2 * period)}
         steps["multiple"] = period if self.whole else 1
@@ -65,7 +70,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ranks reported, by rank; a rank that was killed or crashed without a word is missing."""
+    """What the ranks reported, by rank; a rank that was killed or crashed without a word is
+    missing.
+    """
 
     block: Block
     number: int
@@ -87,12 +94,16 @@ class Outcome:
 
     @property
     def paces(self) -> list[float]:
-        """Steps per second of every rank; nan for all if one failed: what the others do without it is no speed of the peer."""
+        """Steps per second of every rank; nan for all if one failed: what the others do without
+        it is no speed of the peer.
+        """
         if self.failures:
             return [math.nan] * len(self.nodes)
         period = find(self.block.peer).period
         return [
-            figures.pace(report["moments"], report["begin"], report["end"], period=period) if report else 0.0
+            figures.pace(report["moments"], report["begin"], report["end"], period=period)
+            if report
+            else 0.0
             for report in (self.reports.get(rank) for rank in range(len(self.nodes)))
         ]
 
@@ -108,8 +119,11 @@ class Outcome:
 
     @property
     def bytes_sent(self) -> float:
-        """What left all nodes in the window, by the counters of their cables; nan without a network."""
-        links = {self.nodes[rank]: report for rank, report in self.reports.items()}  # one rank of each node
+        """What left all nodes in the window, by the counters of their cables; nan without a
+        network.
+        """
+        # one rank of each node
+        links = {self.nodes[rank]: report for rank, report in self.reports.items()}
         sent = sum(report["after"]["sent"] - report["before"]["sent"] for report in links.values())
         return sent if self.networked else float("nan")
 
@@ -121,7 +135,9 @@ class Outcome:
     @property
     def cpu_per_gradient(self) -> float:
         """CPU seconds of all ranks' processes in the window, per gradient."""
-        spent = sum(report["after"]["cpu"] - report["before"]["cpu"] for report in self.reports.values())
+        spent = sum(
+            report["after"]["cpu"] - report["before"]["cpu"] for report in self.reports.values()
+        )
         return spent / self.gradients if self.gradients else float("nan")
 
     @property
@@ -132,10 +148,12 @@ class Outcome:
 
 
 class Cluster:
-    """`nodes` x `ranks_per_node` processes that wait for blocks. Without `network` (no root) all share the loopback.
+    """`nodes` x `ranks_per_node` processes that wait for blocks. Without `network` (no root) all
+    share the loopback.
 
-    `preload`: modules, separated by commas, that are imported before the first block. `tries`: a block during which
-    others took more of this machine than is `QUIET` is run so often at most; the quietest counts.
+    `preload`: modules, separated by commas, that are imported before the first block. `tries`: a
+    block during which others took more of this machine than is `QUIET` is run so often at most; the
+    quietest counts.
     """
 
     def __init__(
@@ -167,7 +185,11 @@ class Cluster:
 
     def _start(self, preload: str, patience: float) -> None:
         paths = [str(BENCHMARKS), str(PROJECT / "src"), os.environ.get("PYTHONPATH", "")]
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "LOOSESTEP_PRELOAD": preload}
+        env = {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": "1",
+            "LOOSESTEP_PRELOAD": preload,
+        }
         env["CUDA_VISIBLE_DEVICES"] = ""  # several peers take a GPU that they see for theirs
         command = [sys.executable, "-c", _FIND_PIPE, self._folder.name]
         self._env = env
@@ -184,7 +206,9 @@ class Cluster:
                 if gone or time.monotonic() > until:
                     rank = gone[0] if gone else min(waiting)
                     last = "\n".join(self._job.ranks[rank].output[-20:])
-                    raise RuntimeError(f"rank {rank} is not ready; its last lines:\n{last}") from None
+                    raise RuntimeError(
+                        f"rank {rank} is not ready; its last lines:\n{last}"
+                    ) from None
 
     def run(
         self,
@@ -193,14 +217,17 @@ class Cluster:
         bandwidth: str | None = None,
         kill: tuple[int, float] | None = None,
     ) -> Outcome:
-        """One block on all ranks; `kill=(rank, seconds)` ends a rank by SIGKILL so long after the start.
+        """One block on all ranks; `kill=(rank, seconds)` ends a rank by SIGKILL so long after the
+        start.
 
         The models that earlier blocks kept are removed.
         """
         for file in Path(self._folder.name).glob("*.safetensors"):
             file.unlink()
         outcomes: list[Outcome] = []
-        while len(outcomes) < self._tries and not any(outcome.stolen <= QUIET for outcome in outcomes):
+        while len(outcomes) < self._tries and not any(
+            outcome.stolen <= QUIET for outcome in outcomes
+        ):
             outcomes.append(self._run(block, bandwidth, kill))
         return min(outcomes, key=lambda outcome: outcome.stolen)
 
@@ -210,23 +237,35 @@ class Cluster:
         elif bandwidth is not None:
             raise ValueError("a bandwidth needs a cluster with a network (root)")
         self._number += 1
-        number, world = self._number, len(self.nodes)
+        number = self._number
+        world = len(self.nodes)
         reports: dict[int, dict[str, Any]] = {}
         failures: dict[int, str] = {}
         failed_at: dict[int, float] = {}
         exited: set[int] = set()
         start: float | None = None
         kill_moment: float | None = None
-        stolen, begun = stolen_seconds(), time.monotonic()
+        stolen = stolen_seconds()
+        begun = time.monotonic()
         self._begin({"do": "begin", "number": number, "block": block.order(self._folder.name)})
         until = time.monotonic() + block.deadline + 60
         while len(reports.keys() | failures.keys() | exited) < world and time.monotonic() < until:
-            wake = until if kill is None or start is None or kill_moment is not None else start + kill[1]
+            wake = (
+                until
+                if kill is None or start is None or kill_moment is not None
+                else start + kill[1]
+            )
             try:
                 rank, said = self._said.get(timeout=max(0.001, min(0.5, wake - time.monotonic())))
             except queue.Empty:
-                rank, said = -1, {}
-            if kill and start is not None and kill_moment is None and time.monotonic() >= start + kill[1]:
+                rank = -1
+                said = {}
+            if (
+                kill
+                and start is not None
+                and kill_moment is None
+                and time.monotonic() >= start + kill[1]
+            ):
                 self._tell(kill[0], {"do": "kill"})
                 kill_moment = time.monotonic() - start
             if said.get("block") != number:
@@ -238,7 +277,9 @@ class Cluster:
                 if "exited" in said:
                     exited.add(rank)
                 if kill is None or rank != kill[0]:
-                    failures.setdefault(rank, said.get("failed") or f"ended with code {said['exited']}")
+                    failures.setdefault(
+                        rank, said.get("failed") or f"ended with code {said['exited']}"
+                    )
             else:
                 reports[rank] = said
         for rank in range(world):
@@ -246,7 +287,17 @@ class Cluster:
                 failures[rank] = f"no report in {block.deadline + 60:g} s"
         stolen = (stolen_seconds() - stolen) / (time.monotonic() - begun) / (os.cpu_count() or 1)
         self._end(number, exited)
-        return Outcome(block, number, reports, failures, failed_at, self.nodes, kill_moment, self.networked, stolen)
+        return Outcome(
+            block,
+            number,
+            reports,
+            failures,
+            failed_at,
+            self.nodes,
+            kill_moment,
+            self.networked,
+            stolen,
+        )
 
     def snapshots(self, outcome: Outcome) -> list[Path]:
         """The files in which the ranks kept their models, in rank order."""
@@ -264,7 +315,10 @@ class Cluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -274,8 +328,12 @@ class Cluster:
             return
         from harness import mpi
 
-        meeting = {name: self._job.ranks[0].place.env[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
-        self._mpi = mpi.start(self.lab, order, {**self._env, **meeting, "GLOO_SOCKET_IFNAME": "eth0"}, self._hear)
+        meeting = {
+            name: self._job.ranks[0].place.env[name] for name in ("MASTER_ADDR", "MASTER_PORT")
+        }
+        self._mpi = mpi.start(
+            self.lab, order, {**self._env, **meeting, "GLOO_SOCKET_IFNAME": "eth0"}, self._hear
+        )
 
     def _end(self, number: int, exited: set[int]) -> None:
         """Every block's processes are gone before the next begins."""
@@ -290,7 +348,9 @@ class Cluster:
                 rank, said = self._said.get(timeout=max(0.01, until - time.monotonic()))
             except queue.Empty:
                 missing = sorted(set(range(len(self.nodes))) - exited)
-                raise RuntimeError(f"the processes of rank(s) {missing} do not end, even by SIGKILL") from None
+                raise RuntimeError(
+                    f"the processes of rank(s) {missing} do not end, even by SIGKILL"
+                ) from None
             if said.get("block") == number and "exited" in said:
                 exited.add(rank)
 
@@ -304,10 +364,15 @@ class Cluster:
         if line.startswith(MARK):
             try:
                 said = json.loads(line.removeprefix(MARK))
-            except ValueError:  # torn by what a peer wrote in between: the block ends without this rank's report
-                print(f"rank {rank.number} said something that cannot be read: {line[:100]}", flush=True)
+            except ValueError:
+                # torn by what a peer wrote in between: the block ends without this rank's report
+                print(
+                    f"rank {rank.number} said something that cannot be read: {line[:100]}",
+                    flush=True,
+                )
                 return
-            self._said.put((said.get("rank", rank.number), said))  # under mpirun one process speaks for all
+            # under mpirun one process speaks for all
+            self._said.put((said.get("rank", rank.number), said))
 
     def _pipe(self, rank: int) -> Path:
         return Path(self._folder.name) / f"orders-{rank}"
@@ -317,7 +382,9 @@ class Cluster:
             pipe = os.open(self._pipe(rank), os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:  # nobody reads it any more
             last = "\n".join(self._job.ranks[rank].output[-20:])
-            raise RuntimeError(f"rank {rank} has ended and takes no more blocks; its last lines:\n{last}") from error
+            raise RuntimeError(
+                f"rank {rank} has ended and takes no more blocks; its last lines:\n{last}"
+            ) from error
         with os.fdopen(pipe, "w") as orders:
             orders.write(json.dumps(order) + "\n")
 
@@ -327,7 +394,9 @@ class Cluster:
 
 
 def stolen_seconds() -> float:
-    """Processor time that this machine wanted and others had, since it was started; 0 where nobody counts it."""
+    """Processor time that this machine wanted and others had, since it was started; 0 where
+    nobody counts it.
+    """
     try:
         return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
@@ -335,6 +404,6 @@ def stolen_seconds() -> float:
 
 
 _FIND_PIPE = (
-    "import os, sys; os.environ['LOOSESTEP_ORDERS'] = f\"{sys.argv[1]}/orders-{os.environ['RANK']}\"; "
-    "from harness.rank import main; main()"
+    "import os, sys; os.environ['LOOSESTEP_ORDERS'] = "
+    "f\"{sys.argv[1]}/orders-{os.environ['RANK']}\"; from harness.rank import main; main()"
 )

@@ -1,6 +1,8 @@
-"""Blocks of peers that need MPI: mpirun in the lab's first node, which reaches the other nodes through their namespaces.
+"""Blocks of peers that need MPI: mpirun in the lab's first node, which reaches the other nodes
+through their namespaces.
 
-`python -m harness.mpi head` becomes mpirun; `agent HOST COMMAND...` is what mpirun uses instead of ssh; `rank` is one process of the block.
+`python -m harness.mpi head` becomes mpirun; `agent HOST COMMAND...` is what mpirun uses instead of
+ssh; `rank` is one process of the block.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from peers.base import name_this_node
 SIGKILL = 9
 
 
-def start(lab: Lab, order: Mapping[str, Any], env: Mapping[str, str], output: Callable[..., None]) -> Job:
+def start(
+    lab: Lab, order: Mapping[str, Any], env: Mapping[str, str], output: Callable[..., None]
+) -> Job:
     """The block `order` on all ranks of the lab, by mpirun; ends with the job."""
     assert lab.network is not None
     nodes = {f"node{node}": lab.network.namespace(node) for node in range(len(lab.counts))}
@@ -33,7 +37,9 @@ def start(lab: Lab, order: Mapping[str, Any], env: Mapping[str, str], output: Ca
         "LOOSESTEP_COUNTS": json.dumps(lab.counts),
     }
     command = [sys.executable, "-m", "harness.mpi", "head"]
-    place = Place("mpi", command, {**env, **settings}, 0, lab.network.namespace(0), lab.network.hosts())
+    place = Place(
+        "mpi", command, {**env, **settings}, 0, lab.network.namespace(0), lab.network.hosts()
+    )
     return Job([place], output=output)
 
 
@@ -43,7 +49,11 @@ def head() -> None:
     counts = json.loads(os.environ["LOOSESTEP_COUNTS"])
     hosts = ",".join(f"node{node}:{count}" for node, count in enumerate(counts))
     beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun") or sys.exit("no mpirun: make peers")
+    mpirun = (
+        str(beside)
+        if beside.exists()
+        else shutil.which("mpirun") or sys.exit("no mpirun: make peers")
+    )
     settings = [
         "--prtemca",
         "plm_ssh_agent",
@@ -52,7 +62,17 @@ def head() -> None:
         "plm_ssh_no_tree_spawn",
         "1",
     ]
-    network = ["--mca", "btl", "tcp,self,sm", "--mca", "pml", "ob1", "--mca", "btl_tcp_if_include", "eth0"]
+    network = [
+        "--mca",
+        "btl",
+        "tcp,self,sm",
+        "--mca",
+        "pml",
+        "ob1",
+        "--mca",
+        "btl_tcp_if_include",
+        "eth0",
+    ]
     given = [
         f
         for name in os.environ
@@ -78,7 +98,9 @@ def agent(host: str, command: list[str]) -> None:
 
 def rank() -> None:
     """One process of the block, with the variables that the others have from our launcher."""
-    number, local, size = (os.environ[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "LOCAL_RANK", "SIZE"))
+    number, local, size = (
+        os.environ[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "LOCAL_RANK", "SIZE")
+    )
     counts = json.loads(os.environ["LOOSESTEP_COUNTS"])
     node = [n for n, count in enumerate(counts) for _ in range(count)][int(number)]
     os.environ |= {"RANK": number, "LOCAL_RANK": local, "WORLD_SIZE": size}
@@ -86,7 +108,9 @@ def rank() -> None:
     from harness.block import run
     from harness.rank import tell
 
-    run(json.loads(os.environ["LOOSESTEP_ORDER"]), lambda **fields: tell(rank=int(number), **fields))
+    run(
+        json.loads(os.environ["LOOSESTEP_ORDER"]), lambda **fields: tell(rank=int(number), **fields)
+    )
     os._exit(0)
 
 

@@ -1,7 +1,8 @@
 """A rank of the cluster: waits for orders and runs every block in a fork of itself.
 
-`python -m harness.rank` with LOOSESTEP_ORDERS naming a pipe. A fork starts in milliseconds with everything imported, has its own
-memory and CPU clock, and dies alone: whatever a peer leaves behind (threads, sockets, a stuck collective, a daemon) goes with it.
+`python -m harness.rank` with LOOSESTEP_ORDERS naming a pipe. A fork starts in milliseconds with
+everything imported, has its own memory and CPU clock, and dies alone: whatever a peer leaves behind
+(threads, sockets, a stuck collective, a daemon) goes with it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,18 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 MARK = "@block "
 MODULES = (
-    "torch.distributed", "torch.nn.parallel", "torch._dynamo", "psutil", "loosestep", "harness.block", "harness.work", "peers.ours",
-)  # fmt: skip
-"""What every block would import; the first optimizer of a process imports dynamo, which takes seconds."""
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "psutil",
+    "loosestep",
+    "harness.block",
+    "harness.work",
+    "peers.ours",
+)
+"""What every block would import; the first optimizer of a process imports dynamo, which takes
+seconds.
+"""
 
 
 def tell(**fields: Any) -> None:
@@ -39,9 +49,11 @@ def main() -> None:
         importlib.import_module(module)
     if threading.active_count() > 1:
         raise RuntimeError(
-            f"an import started a thread ({threading.enumerate()}): this process can no longer fork safely"
+            f"an import started a thread ({threading.enumerate()}): this process can no longer "
+            "fork safely"
         )
-    pipe = os.open(os.environ["LOOSESTEP_ORDERS"], os.O_RDWR)  # also for writing: then it never ends
+    # also for writing: then it never ends
+    pipe = os.open(os.environ["LOOSESTEP_ORDERS"], os.O_RDWR)
     tell(ready=True)
     child: int | None = None
     handle = number = -1

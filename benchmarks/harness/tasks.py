@@ -1,7 +1,7 @@
 """Three small tasks that really learn: digits, CIFAR-10 and AN4, with models of 4 MB (AN4: 1 MB).
 
-The compute is real; on top, a step sleeps for a while inside its layers (`seconds`), so that four ranks on two cores leave each other
-room, as ranks with accelerators of their own would.
+The compute is real; on top, a step sleeps for a while inside its layers (`seconds`), so that four
+ranks on two cores leave each other room, as ranks with accelerators of their own would.
 """
 
 from __future__ import annotations
@@ -54,16 +54,22 @@ def missing(name: str) -> str | None:
 
 
 class SmallVision(VisionTask):
-    """The vision recipe's data with a network that has more parameters per multiplication than a ResNet."""
+    """The vision recipe's data with a network that has more parameters per multiplication than a
+    ResNet.
+    """
 
     def build_model(self) -> nn.Module:  # type: ignore[override]
         _, channels, size, _ = self.dataset.train.images.shape
         classes = len(self.dataset.classes)
         if size <= 8:
             return nn.Sequential(
-                nn.Flatten(), nn.Linear(channels * size * size, 960), nn.ReLU(), nn.Linear(960, 960), nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(channels * size * size, 960),
+                nn.ReLU(),
+                nn.Linear(960, 960),
+                nn.ReLU(),
                 nn.Linear(960, classes),
-            )  # fmt: skip
+            )
         return nn.Sequential(
             nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -72,20 +78,30 @@ class SmallVision(VisionTask):
 
 
 def build(name: str, seed: int) -> Task[Any]:
-    """The task by name; the data are the same for every seed, the order of the batches and the first parameters are not."""
+    """The task by name; the data are the same for every seed, the order of the batches and the
+    first parameters are not.
+    """
     if name == "an4":
         return AcousticRecipe().build(OPTIONS[name], data=data_of(name), seed=seed)
     task = VisionRecipe().build(OPTIONS[name], data=data_of(name), seed=seed)
     test = Pictures(task.dataset.test.images[:JUDGED], task.dataset.test.labels[:JUDGED])
-    return SmallVision(task.options, replace(task.dataset, test=test), seed=seed, device=task.device)
+    return SmallVision(
+        task.options, replace(task.dataset, test=test), seed=seed, device=task.device
+    )
 
 
 class TaskWork(Work):
     """One rank's share of a task: its own batches, the same model for every peer."""
 
-    def __init__(self, *, name: str, seconds: float, lr: float, pace: Pace, seed: int, rank: int, world: int) -> None:
-        self.task, self.lr = build(name, seed), lr
-        self.seconds, self.pace, self.rank, self.world = seconds, pace, rank, world
+    def __init__(
+        self, *, name: str, seconds: float, lr: float, pace: Pace, seed: int, rank: int, world: int
+    ) -> None:
+        self.task = build(name, seed)
+        self.lr = lr
+        self.seconds = seconds
+        self.pace = pace
+        self.rank = rank
+        self.world = world
         self.clip = self.task.training.clip or 0.0
         self.batch = OPTIONS[name]["batch"]
 
@@ -96,7 +112,9 @@ class TaskWork(Work):
         return model
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """As the recipe trains: SGD with momentum for images, AdamW for speech; constant rate, no decay."""
+        """As the recipe trains: SGD with momentum for images, AdamW for speech; constant rate,
+        no decay.
+        """
         if self.task.training.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=self.lr, momentum=0.9)
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.01)
@@ -107,7 +125,8 @@ class TaskWork(Work):
 
 
 def judge(name: str, seed: int, files: Sequence[Path], *, count: int) -> list[float]:
-    """The quality of the ranks' average at `count` moments: of the newest models that each rank had kept by then.
+    """The quality of the ranks' average at `count` moments: of the newest models that each rank had
+    kept by then.
 
     nan where a rank had none yet.
     """

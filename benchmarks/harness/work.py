@@ -17,10 +17,14 @@ LAYERS = 8
 
 
 class Pace:
-    """How many times longer than usual this rank's compute takes: a slow rank, jitter from step to step."""
+    """How many times longer than usual this rank's compute takes: a slow rank, jitter from step
+    to step.
+    """
 
     def __init__(self, *, slower: float = 1.0, jitter: float = 0.0, seed: int = 0) -> None:
-        self.slower, self.jitter, self.factor = slower, jitter, slower
+        self.slower = slower
+        self.jitter = jitter
+        self.factor = slower
         self._random = random.Random(seed)
 
     def next(self) -> None:
@@ -45,13 +49,16 @@ class Sleep(torch.autograd.Function):
 
 
 def slow_down(model: nn.Module, seconds: float, pace: Pace) -> None:
-    """A step of this model sleeps for so many seconds, one third forward, spread over its linear layers and convolutions.
+    """A step of this model sleeps for so many seconds, one third forward, spread over its linear
+    layers and convolutions.
 
     The sleeping stands for an accelerator at work: the CPU is free, and what overlaps backward may.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     for layer in layers:
-        layer.register_forward_hook(lambda _m, _i, out: Sleep.apply(out, seconds / len(layers), pace))
+        layer.register_forward_hook(
+            lambda _m, _i, out: Sleep.apply(out, seconds / len(layers), pace)
+        )
 
 
 class Work(ABC):
@@ -66,7 +73,9 @@ class Work(ABC):
 
     @abstractmethod
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """For all of the model's parameters, or for some: peers that update bucket by bucket want several."""
+        """For all of the model's parameters, or for some: peers that update bucket by bucket
+        want several.
+        """
 
     @abstractmethod
     def losses(self, model: nn.Module) -> Iterator[Tensor]:
@@ -74,11 +83,19 @@ class Work(ABC):
 
 
 class Layers(Work):
-    """Equal layers on random data. `seconds` > 0: emulated compute; 0: only what the layers really cost."""
+    """Equal layers on random data. `seconds` > 0: emulated compute; 0: only what the layers
+    really cost.
+    """
 
-    def __init__(self, *, megabytes: float, seconds: float, batch: int, pace: Pace, seed: int, rank: int) -> None:
+    def __init__(
+        self, *, megabytes: float, seconds: float, batch: int, pace: Pace, seed: int, rank: int
+    ) -> None:
         self.width = round(math.sqrt(megabytes * 1e6 / 4 / LAYERS))
-        self.seconds, self.batch, self.pace, self.seed, self.rank = seconds, batch, pace, seed, rank
+        self.seconds = seconds
+        self.batch = batch
+        self.pace = pace
+        self.seed = seed
+        self.rank = rank
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -99,8 +116,11 @@ class Layers(Work):
 
 
 def make_work(settings: Mapping[str, Any], *, pace: Pace, seed: int, rank: int, world: int) -> Work:
-    """`{"kind": "layers", "megabytes": 4, "seconds": 0.1}` or `{"kind": "task", "name": "digits", ...}`."""
-    kind, options = settings["kind"], {key: value for key, value in settings.items() if key != "kind"}
+    """`{"kind": "layers", "megabytes": 4, "seconds": 0.1}` or `{"kind": "task", "name":
+    "digits", ...}`.
+    """
+    kind = settings["kind"]
+    options = {key: value for key, value in settings.items() if key != "kind"}
     if kind == "layers":
         return Layers(**{"batch": 4, **options}, pace=pace, seed=seed, rank=rank)
     if kind == "task":

@@ -1,12 +1,15 @@
-"""Many trainings of sixteen learners at once: models lie in one tensor [trainings, learners, parameters].
+"""Many trainings of sixteen learners at once: models lie in one tensor [trainings, learners,
+parameters].
 
-All strategies are one form, the papers': with the models of all learners as rows of X and their updates as rows of u,
+All strategies are one form, the papers': with the models of all learners as rows of X and their
+updates as rows of u,
 
     X_{k+1} = T_k X_k + u(X_k)        u = -rate * momentum(A G(X_k))
 
-A averages gradients inside groups (all learners: synchronous; those of a node: DASO and gossip among nodes), T_k is what
-an exchange that runs beside step k does to the models. Equal learners and a network that carries an exchange within a
-step are all it takes for the library to do exactly this (`tests/benchmarks/test_papers_learners.py`).
+A averages gradients inside groups (all learners: synchronous; those of a node: DASO and gossip
+among nodes), T_k is what an exchange that runs beside step k does to the models. Equal learners and
+a network that carries an exchange within a step are all it takes for the library to do exactly this
+(`tests/benchmarks/test_papers_learners.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-LEARNERS, NODE = 16, 4
+LEARNERS = 16
+NODE = 4
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A strategy: gradients are averaged among `group` learners, models of groups as `mixing` says, every `period` steps."""
+    """A strategy: gradients are averaged among `group` learners, models of groups as `mixing`
+    says, every `period` steps.
+    """
 
     title: str
     library: str
@@ -42,7 +48,9 @@ RULES = {
     "random-ring": Rule("randomized ring", "adpsgd:topology=random-ring", 1, "random-ring"),
     "delay-by-one": Rule("delay-by-one", "delay-by-one:replica=rank", 1, "mean"),
     "daso": Rule("DASO, 4 nodes of 4", "daso:period=4,delay=1", NODE, "mean", 4, NODE),
-    "node-ring": Rule("ring of 4 nodes of 4", "adpsgd:topology=ring,replica=node", NODE, "ring", 1, NODE),
+    "node-ring": Rule(
+        "ring of 4 nodes of 4", "adpsgd:topology=ring,replica=node", NODE, "ring", 1, NODE
+    ),
 }
 
 
@@ -62,7 +70,9 @@ def ring(members: int) -> NDArray[np.float64]:
     return np.asarray((eye + np.roll(eye, 1, axis=1) + np.roll(eye, -1, axis=1)) / 3)
 
 
-def mixing(rule: Rule, step: int, order: Sequence[int], learners: int = LEARNERS) -> NDArray[np.float64]:
+def mixing(
+    rule: Rule, step: int, order: Sequence[int], learners: int = LEARNERS
+) -> NDArray[np.float64]:
     """T of a step; `order` is the randomized ring of the round."""
     members = learners // rule.group
     if rule.mixing == "none" or step % rule.period or step == 0:
@@ -80,7 +90,9 @@ def mixing(rule: Rule, step: int, order: Sequence[int], learners: int = LEARNERS
 
 def inside(rule: Rule, learners: int = LEARNERS) -> NDArray[np.float64]:
     """A: gradients averaged among the learners of a group."""
-    return np.kron(np.eye(learners // rule.group), np.full((rule.group, rule.group), 1 / rule.group))
+    return np.kron(
+        np.eye(learners // rule.group), np.full((rule.group, rule.group), 1 / rule.group)
+    )
 
 
 class Part(NamedTuple):
@@ -105,13 +117,17 @@ class Layout:
     def views(self, rows: Tensor) -> dict[str, Tensor]:
         """The parameters of the models that are the rows, each stacked along the first axis."""
         return {
-            part.name: rows[:, part.begin : part.begin + math.prod(part.shape)].view(len(rows), *part.shape)
+            part.name: rows[:, part.begin : part.begin + math.prod(part.shape)].view(
+                len(rows), *part.shape
+            )
             for part in self.parts
         }
 
     def decayed(self) -> Tensor:
         """1 for what weight decay pulls at: matrices."""
-        return torch.cat([torch.full((math.prod(part.shape),), float(part.decays)) for part in self.parts])
+        return torch.cat(
+            [torch.full((math.prod(part.shape),), float(part.decays)) for part in self.parts]
+        )
 
 
 class Task(Protocol):
@@ -153,7 +169,9 @@ class Trainings:
         rings: Rings,
         dtype: torch.dtype,
     ) -> None:
-        self.task, self.cells, self._rings = task, cells, rings
+        self.task = task
+        self.cells = cells
+        self._rings = rings
         self.seeds = sorted({cell.seed for cell in cells})
         self.batch = cells[0].batch
         self.steps = task.steps(self.batch)
@@ -162,7 +180,9 @@ class Trainings:
         self.models = rows[:, None].repeat(1, LEARNERS, 1)
         self._momenta = torch.zeros_like(self.models)
         self._which = torch.tensor([self.seeds.index(cell.seed) for cell in cells])
-        self._rates = torch.tensor([cell.rate for cell in cells], device=device, dtype=dtype).view(count, 1, 1)
+        self._rates = torch.tensor([cell.rate for cell in cells], device=device, dtype=dtype).view(
+            count, 1, 1
+        )
         self._decay = (task.layout.decayed() * task.weight_decay).to(device, dtype)
         self._rules = [RULES[cell.strategy] for cell in cells]
         self._inside = self._put([inside(rule) for rule in self._rules])
@@ -174,13 +194,18 @@ class Trainings:
         self._orders = self._tables()
         periods = math.lcm(*(rule.period for rule in self._rules))
         steps = [0, *range(periods, 2 * periods)]
-        self._mixings = [self._put([mixing(rule, step, range(LEARNERS)) for rule in self._rules]) for step in steps]
+        self._mixings = [
+            self._put([mixing(rule, step, range(LEARNERS)) for rule in self._rules])
+            for step in steps
+        ]
 
     def _put(self, matrices: Sequence[NDArray[np.float64]]) -> Tensor:
         return torch.from_numpy(np.stack(matrices)).to(self.models)
 
     def _tables(self) -> Tensor:
-        """Where each learner stands in the randomized ring: [rounds, trainings with such a ring, learners]."""
+        """Where each learner stands in the randomized ring: [rounds, trainings with such a ring,
+        learners].
+        """
         chosen = [self.cells[i].seed for i in self._random.tolist()]
         if not chosen:
             return torch.empty(0)
@@ -201,12 +226,17 @@ class Trainings:
 
     def step(self, step: int) -> Tensor:
         """One step of all; the losses [trainings, learners]."""
-        task, rows = self.task, self.models.view(-1, self.task.layout.size)
-        weights = {name: view.requires_grad_() for name, view in task.layout.views(rows.detach()).items()}
+        task = self.task
+        rows = self.models.view(-1, self.task.layout.size)
+        weights = {
+            name: view.requires_grad_() for name, view in task.layout.views(rows.detach()).items()
+        }
         losses = task.losses(weights, task.batch(step, self.batch, self.seeds), self._which)
         gradients = torch.autograd.grad(losses.sum(), list(weights.values()))
         with torch.no_grad():
-            flat = torch.cat([gradient.reshape(len(rows), -1) for gradient in gradients], dim=1).view_as(self.models)
+            flat = torch.cat(
+                [gradient.reshape(len(rows), -1) for gradient in gradients], dim=1
+            ).view_as(self.models)
             flat = exactly(self._inside, flat)
             if task.clip is not None:
                 norms = flat.norm(dim=2, keepdim=True)
@@ -226,10 +256,14 @@ class Trainings:
         with torch.no_grad():
             return self.task.judge(self.task.layout.views(self.models.mean(1)))
 
-    def train(self, *, points: int = 40, tell: Callable[[float], None] = lambda share: None) -> list[dict[str, Any]]:
+    def train(
+        self, *, points: int = 40, tell: Callable[[float], None] = lambda share: None
+    ) -> list[dict[str, Any]]:
         """To the end; a result for every cell, with the curve of its training loss."""
         total = torch.zeros(len(self.cells), device=self.models.device)
-        curve, distances, since = [], [], 0
+        curve = []
+        distances = []
+        since = 0
         for step in range(self.steps):
             total += self.step(step).mean(1)
             since += 1

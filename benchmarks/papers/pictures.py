@@ -1,7 +1,8 @@
 """The vision recipe's residual network with many models at once, on CIFAR-10.
 
-A convolution is a product of matrices: neighbourhoods laid side by side, times the weights, model by model.
-`prepare` reads the pictures with the recipe; after that nothing but torch and numpy is needed.
+A convolution is a product of matrices: neighbourhoods laid side by side, times the weights, model
+by model. `prepare` reads the pictures with the recipe; after that nothing but torch and numpy is
+needed.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class Shown(NamedTuple):
     labels: Tensor
 
 
-# Many convolutions -----------------------------------------------------------------------------------------------------
+# Many convolutions --------------------------------------------------------------------------------
 
 
 def neighbourhoods(images: Tensor, size: int, stride: int) -> Tensor:
-    """[models, batch, height, width, channels] -> [models, pixels, size * size * channels], edges filled with zeros."""
+    """[models, batch, height, width, channels] -> [models, pixels, size * size * channels],
+    edges filled with zeros.
+    """
     models, batch, height, width, channels = images.shape
     if size > 1:
         images = F.pad(images, (0, 0, *(size // 2,) * 4))
@@ -54,20 +57,25 @@ def columns(weight: Tensor) -> Tensor:
 
 
 class Convolution(torch.autograd.Function):
-    """`weight` [models, outputs, channels, size, size]. Neighbourhoods are laid out again in backward: memory is scarcer."""
+    """`weight` [models, outputs, channels, size, size]. Neighbourhoods are laid out again in
+    backward: memory is scarcer.
+    """
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, stride: int) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(images, weight)
         ctx.stride = stride
         models, batch, height, width, _ = images.shape
-        flat = torch.bmm(neighbourhoods(images, weight.shape[-1], stride), columns(weight).transpose(1, 2))
+        flat = torch.bmm(
+            neighbourhoods(images, weight.shape[-1], stride), columns(weight).transpose(1, 2)
+        )
         return flat.view(models, batch, -(-height // stride), -(-width // stride), -1)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor, None]:
         images, weight = ctx.saved_tensors
-        stride, size = ctx.stride, weight.shape[-1]
+        stride = ctx.stride
+        size = weight.shape[-1]
         slope = upstream[0].contiguous()
         flat = slope.flatten(1, 3)
         grown = torch.bmm(flat.transpose(1, 2), neighbourhoods(images, size, stride))
@@ -123,7 +131,7 @@ def scores(weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
     )
 
 
-# The task --------------------------------------------------------------------------------------------------------------
+# The task -----------------------------------------------------------------------------------------
 
 
 class Pictures:
@@ -134,13 +142,17 @@ class Pictures:
     clip = None
     warm_up = 5.0
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]], *, device: torch.device, epochs: float = EPOCHS) -> None:
-        self.device, self.epochs = device, epochs
+    def __init__(
+        self, arrays: Mapping[str, NDArray[Any]], *, device: torch.device, epochs: float = EPOCHS
+    ) -> None:
+        self.device = device
+        self.epochs = epochs
         names = [str(name) for name in arrays["names"]]
         shapes = [tuple(int(side) for side in str(shape).split("x")) for shape in arrays["shapes"]]
         self.layout = Layout(dict(zip(names, shapes, strict=True)))
         self._starts = torch.from_numpy(arrays["starts"])
-        self._images = torch.from_numpy(arrays["images"]).to(device)  # [count, channels, height, width], bytes
+        # [count, channels, height, width], bytes
+        self._images = torch.from_numpy(arrays["images"]).to(device)
         self._labels = torch.from_numpy(arrays["labels"].astype(np.int64)).to(device)
         self._test = int(arrays["test"])
         self._train = len(self._labels) - self._test
@@ -163,7 +175,9 @@ class Pictures:
 
     def batch(self, step: int, batch: int, seeds: Sequence[int]) -> Shown:
         """Shifted and mirrored at random, drawn on the device."""
-        which = torch.stack([self._order(seed)[step * batch : (step + 1) * batch] for seed in seeds])
+        which = torch.stack(
+            [self._order(seed)[step * batch : (step + 1) * batch] for seed in seeds]
+        )
         images = self._images[which.flatten()]
         count, channels, height, width = images.shape
         down, right = torch.randint(-CROP, CROP + 1, (2, count, 1), device=self.device)
@@ -191,17 +205,26 @@ class Pictures:
         return (images.float() - self._mean) / self._deviation
 
     def losses(self, weights: Mapping[str, Tensor], batch: Shown, which: Tensor) -> Tensor:
-        images, labels = batch.images[which].flatten(0, 1), batch.labels[which].flatten(0, 1)
+        images = batch.images[which].flatten(0, 1)
+        labels = batch.labels[which].flatten(0, 1)
         found = scores(weights, images.to(weights["output.bias"].dtype))
-        return F.cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
+        return (
+            F.cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="none")
+            .view(labels.shape)
+            .mean(1)
+        )
 
     def judge(self, weights: Mapping[str, Tensor]) -> list[dict[str, float]]:
         """Accuracy and loss on the test set, of every model."""
         models = len(weights["output.bias"])
         right = torch.zeros(models, device=self.device)
         loss = torch.zeros(models, device=self.device, dtype=weights["output.bias"].dtype)
-        for at in torch.arange(self._train, self._train + self._test, device=self.device).split(500):
-            images = self._normal(self._images[at].permute(0, 2, 3, 1)).to(weights["output.bias"].dtype)
+        for at in torch.arange(self._train, self._train + self._test, device=self.device).split(
+            500
+        ):
+            images = self._normal(self._images[at].permute(0, 2, 3, 1)).to(
+                weights["output.bias"].dtype
+            )
             labels = self._labels[at].expand(models, -1)
             found = scores(weights, images.expand(models, *images.shape))
             right += (found.argmax(-1) == labels).sum(1)
@@ -229,5 +252,7 @@ def prepare(data: Path, seeds: int) -> dict[str, NDArray[Any]]:
         "deviation": pixels.std((0, 2, 3), correction=0).clamp_min(1).float().numpy(),
         "names": np.array(list(states[0])),
         "shapes": np.array(["x".join(map(str, tensor.shape)) for tensor in states[0].values()]),
-        "starts": np.stack([torch.cat([t.flatten() for t in state.values()]).numpy() for state in states]),
+        "starts": np.stack(
+            [torch.cat([t.flatten() for t in state.values()]).numpy() for state in states]
+        ),
     }

@@ -1,7 +1,9 @@
-"""The acoustic recipe with many models at once: bidirectional LSTMs with weights of their own, CTC, on AN4.
+"""The acoustic recipe with many models at once: bidirectional LSTMs with weights of their own, CTC,
+on AN4.
 
-`prepare` reads the corpus with the recipe and keeps what is needed as arrays; after that nothing but torch and numpy is.
-Utterances are varied as the recipe does it (phase, speed, masks, noise), by one vectorised rule for the whole batch.
+`prepare` reads the corpus with the recipe and keeps what is needed as arrays; after that nothing
+but torch and numpy is. Utterances are varied as the recipe does it (phase, speed, masks, noise), by
+one vectorised rule for the whole batch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ EPOCHS = 40
 
 
 class Spoken(NamedTuple):
-    """`frames` [seeds, learners, longest, utterances, features]; lengths on the CPU; targets padded with blanks."""
+    """`frames` [seeds, learners, longest, utterances, features]; lengths on the CPU; targets
+    padded with blanks.
+    """
 
     frames: Tensor
     lengths: Tensor
@@ -32,11 +36,12 @@ class Spoken(NamedTuple):
     target_lengths: Tensor
 
 
-# Many LSTMs ------------------------------------------------------------------------------------------------------------
+# Many LSTMs ---------------------------------------------------------------------------------------
 
 
 class Recurrence(torch.autograd.Function):
-    """LSTM layers side by side: `gates` [models, frames, batch, 4 cells] of the inputs, in the order o, i, f, g.
+    """LSTM layers side by side: `gates` [models, frames, batch, 4 cells] of the inputs, in the
+    order o, i, f, g.
 
     c_t = f c_{t-1} + i g        h_t = o tanh(c_t)
     """
@@ -67,7 +72,8 @@ class Recurrence(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
         """Local factors for all frames at once, then backwards through time."""
         gates, weight, memory, squashed, hidden = ctx.saved_tensors
-        cells, frames = weight.shape[2], gates.shape[1]
+        cells = weight.shape[2]
+        frames = gates.shape[1]
         o, i, f, g = gates.split(cells, dim=-1)
         slopes = gates.new_empty(gates.shape)
         of_o, of_i, of_f, of_g = slopes.split(cells, dim=-1)
@@ -89,34 +95,46 @@ class Recurrence(torch.autograd.Function):
             carried.mul_(f[:, t])
         grown = None
         if frames > 1:
-            later, before = slopes[:, 1:].flatten(1, 2), hidden[:, :-1].flatten(1, 2)
+            later = slopes[:, 1:].flatten(1, 2)
+            before = hidden[:, :-1].flatten(1, 2)
             grown = torch.bmm(later.transpose(1, 2), before)
         return slopes, torch.zeros_like(weight) if grown is None else grown
 
 
 def backwards(frames: Tensor, lengths: Tensor) -> Tensor:
-    """Every utterance from its end to its beginning, padding left where it is: [models, frames, batch, features]."""
+    """Every utterance from its end to its beginning, padding left where it is: [models, frames,
+    batch, features].
+    """
     at = torch.arange(frames.shape[1], device=frames.device)[None, :, None]
     last = lengths[:, None, :]
     turned = torch.where(at < last, last - 1 - at, at)
     return frames.gather(1, turned[..., None].expand(-1, -1, -1, frames.shape[3]))
 
 
-def bidirectional(frames: Tensor, lengths: Tensor, weights: Mapping[str, Tensor], layer: int) -> Tensor:
+def bidirectional(
+    frames: Tensor, lengths: Tensor, weights: Mapping[str, Tensor], layer: int
+) -> Tensor:
     """One layer of every model: [models, frames, batch, 2 cells]."""
     models, longest, batch, _ = frames.shape
-    gates, back = [], []
+    gates = []
+    back = []
     for suffix, inputs in (("", frames), ("_reverse", backwards(frames, lengths))):
         kinds = ("into", "back", "first_bias", "second_bias")
         into, own, first, second = (weights[f"lstms.{layer}.{kind}{suffix}"] for kind in kinds)
-        gates.append(torch.baddbmm((first + second)[:, None], inputs.flatten(1, 2), into.transpose(1, 2)))
+        gates.append(
+            torch.baddbmm((first + second)[:, None], inputs.flatten(1, 2), into.transpose(1, 2))
+        )
         back.append(own)
-    hidden = Recurrence.apply(torch.cat(gates).view(2 * models, longest, batch, -1), torch.cat(back))
+    hidden = Recurrence.apply(
+        torch.cat(gates).view(2 * models, longest, batch, -1), torch.cat(back)
+    )
     ahead, behind = hidden.chunk(2)
     return torch.cat([ahead, backwards(behind, lengths)], dim=-1)
 
 
-def scores(weights: Mapping[str, Tensor], frames: Tensor, lengths: Tensor, *, dropout: float = 0.0) -> Tensor:
+def scores(
+    weights: Mapping[str, Tensor], frames: Tensor, lengths: Tensor, *, dropout: float = 0.0
+) -> Tensor:
     """Of every unit, [models, frames, batch, units]; anything past an utterance's end."""
     layers = sum(name.endswith("into") for name in weights)
     for layer in range(layers):
@@ -131,7 +149,9 @@ def scores(weights: Mapping[str, Tensor], frames: Tensor, lengths: Tensor, *, dr
 
 
 def ctc(values: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
-    """The recipe's loss of every model: per unit of the transcript, averaged over its utterances."""
+    """The recipe's loss of every model: per unit of the transcript, averaged over its
+    utterances.
+    """
     models, longest, batch, units = values.shape
     logs = F.log_softmax(values.float() if values.dtype == torch.bfloat16 else values, dim=-1)
     logs = logs.transpose(0, 1).reshape(longest, models * batch, units)
@@ -146,7 +166,7 @@ def ctc(values: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor
     return (each.view(models, batch) / target_lengths.to(each.device)).mean(1)
 
 
-# The recipe's parameters in this shape ---------------------------------------------------------------------------------
+# The recipe's parameters in this shape ------------------------------------------------------------
 
 
 def reordered(rows: Tensor) -> Tensor:
@@ -168,13 +188,15 @@ def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for layer in range(layers):
         for suffix in ("", "_reverse"):
             for kind, torch_kind in kinds.items():
-                found[f"lstms.{layer}.{kind}{suffix}"] = reordered(state[f"lstms.{layer}.{torch_kind}_l0{suffix}"])
+                found[f"lstms.{layer}.{kind}{suffix}"] = reordered(
+                    state[f"lstms.{layer}.{torch_kind}_l0{suffix}"]
+                )
     found["output.weight"] = state["output.weight"]
     found["output.bias"] = state["output.bias"]
     return found
 
 
-# The task --------------------------------------------------------------------------------------------------------------
+# The task -----------------------------------------------------------------------------------------
 
 
 class Speech:
@@ -186,8 +208,11 @@ class Speech:
     dropout = 0.2
     noise = 0.3
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]], *, device: torch.device, epochs: float = EPOCHS) -> None:
-        self.device, self.epochs = device, epochs
+    def __init__(
+        self, arrays: Mapping[str, NDArray[Any]], *, device: torch.device, epochs: float = EPOCHS
+    ) -> None:
+        self.device = device
+        self.epochs = epochs
         names = [str(name) for name in arrays["names"]]
         shapes = [tuple(int(side) for side in str(shape).split("x")) for shape in arrays["shapes"]]
         self.layout = Layout(dict(zip(names, shapes, strict=True)))
@@ -208,7 +233,9 @@ class Speech:
         return int(self.epochs * self._train / batch)
 
     def factor(self, step: int, steps: int) -> float:
-        """Ten sixteenths of the training from a sixteenth of the rate up to it, then 1/sqrt(2) every further sixteenth."""
+        """Ten sixteenths of the training from a sixteenth of the rate up to it, then 1/sqrt(2)
+        every further sixteenth.
+        """
         at = step / steps
         if at < 10 / 16:
             return 1 / LEARNERS + (1 - 1 / LEARNERS) * at / (10 / 16)
@@ -216,19 +243,27 @@ class Speech:
 
     def batch(self, step: int, batch: int, seeds: Sequence[int]) -> Spoken:
         """The utterances of all seeds; the lengths of what they take in a step are alike."""
-        ids = np.stack([self._plan(batch, seed)[step] for seed in seeds])  # [seeds, batch], by length
+        # [seeds, batch], by length
+        ids = np.stack([self._plan(batch, seed)[step] for seed in seeds])
         ids = ids.reshape(len(seeds), -1, LEARNERS).transpose(0, 2, 1)
         draws = [np.random.default_rng([seed, batch, step]) for seed in seeds]
         return self.varied(ids, draws)
 
     def _plan(self, batch: int, seed: int) -> list[NDArray[np.int64]]:
-        """Pools of eight batches are sorted by length and cut; the cuts are shuffled alike for all seeds."""
+        """Pools of eight batches are sorted by length and cut; the cuts are shuffled alike for
+        all seeds.
+        """
         if (batch, seed) not in self._plans:
-            steps, pool = self.steps(batch), 8
-            draw, common = np.random.default_rng([seed, 1]), np.random.default_rng(2)
+            steps = self.steps(batch)
+            pool = 8
+            draw = np.random.default_rng([seed, 1])
+            common = np.random.default_rng(2)
             pools = -(-steps // pool)
             stream = np.concatenate(
-                [draw.permutation(self._train) for _ in range(1 + pools * pool * batch // self._train)]
+                [
+                    draw.permutation(self._train)
+                    for _ in range(1 + pools * pool * batch // self._train)
+                ]
             )
             plan: list[NDArray[np.int64]] = []
             for number in range(pools):
@@ -240,7 +275,9 @@ class Speech:
         return self._plans[batch, seed]
 
     def varied(self, ids: NDArray[np.int64], draws: Sequence[np.random.Generator]) -> Spoken:
-        """Utterances [seeds, learners, batch], each in another phase, at another speed, with two stretches of time blank."""
+        """Utterances [seeds, learners, batch], each in another phase, at another speed, with two
+        stretches of time blank.
+        """
         each = ids.shape[1:]
         phase = np.stack([draw.integers(STACK, size=each) for draw in draws])
         speed = np.stack([draw.uniform(0.9, 1.1, size=each) for draw in draws])
@@ -250,7 +287,9 @@ class Speech:
         masks = []
         for _ in range(2):
             width = np.floor(np.stack([draw.uniform(size=each) for draw in draws]) * (widest + 1))
-            first = np.floor(np.stack([draw.uniform(size=each) for draw in draws]) * (count - width + 1))
+            first = np.floor(
+                np.stack([draw.uniform(size=each) for draw in draws]) * (count - width + 1)
+            )
             masks.append((first, first + width))
         return self.gathered(ids, phase, speed, count, masks)
 
@@ -262,11 +301,14 @@ class Speech:
         count: NDArray[np.int64],
         masks: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]],
     ) -> Spoken:
-        """Frames by linear interpolation at  t_i = phase + i * speed,  three stacked, on the device."""
+        """Frames by linear interpolation at  t_i = phase + i * speed,  three stacked, on the
+        device.
+        """
         device = self.device
         stacked = -(-count // STACK)
         longest = int(stacked.max())
-        at = np.minimum(np.arange(longest * STACK), count[..., None] - 1)  # the last frame is repeated
+        # the last frame is repeated
+        at = np.minimum(np.arange(longest * STACK), count[..., None] - 1)
         time = np.minimum(at * speed[..., None], (self._lengths[ids] - phase - 1)[..., None])
         low = np.floor(time)
         begin = (self._begins[ids] + phase)[..., None]
@@ -279,19 +321,24 @@ class Speech:
         for first, end in masks:
             blank = (at >= first[..., None]) & (at < end[..., None])
             frames.masked_fill_(torch.from_numpy(blank).to(device)[..., None], 0.0)
-        frames = (
-            frames.view(*ids.shape, longest, -1).transpose(2, 3).contiguous()
-        )  # [.., batch, longest, 3 features] turned
+        # [.., batch, longest, 3 features] turned
+        frames = frames.view(*ids.shape, longest, -1).transpose(2, 3).contiguous()
         units = [self._targets[i] for i in ids.ravel()]
         lengths = [len(row) for row in units]
         padded = np.zeros((len(units), max(lengths)), np.int64)
         for row, own in zip(padded, units, strict=True):
             row[: len(own)] = own
         targets = torch.from_numpy(padded).view(*ids.shape, -1).to(device)
-        return Spoken(frames, torch.from_numpy(stacked), targets, torch.tensor(lengths).view(ids.shape))
+        return Spoken(
+            frames, torch.from_numpy(stacked), targets, torch.tensor(lengths).view(ids.shape)
+        )
 
     def losses(self, weights: Mapping[str, Tensor], batch: Spoken, which: Tensor) -> Tensor:
-        frames = batch.frames + self.noise * torch.randn_like(batch.frames) if self.noise else batch.frames
+        frames = (
+            batch.frames + self.noise * torch.randn_like(batch.frames)
+            if self.noise
+            else batch.frames
+        )
 
         def spread(values: Tensor) -> Tensor:
             return values[which].flatten(0, 1)
@@ -310,7 +357,9 @@ class Speech:
         for ids in np.array_split(tests, min(5, len(tests))):
             shape = (1, 1, len(ids))
             still = ids.reshape(shape)
-            batch = self.gathered(still, np.zeros(shape, np.int64), np.ones(shape), self._lengths[still], [])
+            batch = self.gathered(
+                still, np.zeros(shape, np.int64), np.ones(shape), self._lengths[still], []
+            )
             lengths = batch.lengths[0].expand(models, -1)
             frames = batch.frames[0].to(weights["output.bias"].dtype).expand(models, -1, -1, -1)
             found = scores(weights, frames, lengths.to(self.device))
@@ -326,8 +375,11 @@ class Speech:
                     said = self._text(collapsed(paths[model, i, : lengths[model, i]]))
                     meant = self._text(self._targets[utterance])
                     wrong[model] += (
-                        edits(meant.split(), said.split()), len(meant.split()), edits(meant, said), len(meant)
-                    )  # fmt: skip
+                        edits(meant.split(), said.split()),
+                        len(meant.split()),
+                        edits(meant, said),
+                        len(meant),
+                    )
         return [
             {"wer": row[0] / row[1], "cer": row[2] / row[3], "loss": value}
             for row, value in zip(wrong, (loss / self._test).tolist(), strict=True)
@@ -372,5 +424,7 @@ def prepare(data: Path, seeds: int) -> dict[str, NDArray[Any]]:
         "symbols": np.array(task.units.symbols),
         "names": np.array(list(states[0])),
         "shapes": np.array(["x".join(map(str, tensor.shape)) for tensor in states[0].values()]),
-        "starts": np.stack([torch.cat([t.flatten() for t in state.values()]).numpy() for state in states]),
+        "starts": np.stack(
+            [torch.cat([t.flatten() for t in state.values()]).numpy() for state in states]
+        ),
     }

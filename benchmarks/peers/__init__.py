@@ -1,7 +1,9 @@
-"""The line-up: what is measured side by side. One small file a peer, each used as its own documentation says.
+"""The line-up: what is measured side by side. One small file a peer, each used as its own
+documentation says.
 
-A peer's file has one function, `prepare(model, work, **options) -> Trainer` (base.py). `LINEUP` names them with the settings they
-run with; a peer that is not installed stays in the tables, with the reason.
+A peer's file has one function, `prepare(model, work, **options) -> Trainer` (base.py). `LINEUP`
+names them with the settings they run with; a peer that is not installed stays in the tables, with
+the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Peer:
     rare: bool = False
     """Exchanges too rarely for a timed window: only measured where a whole training is."""
     imports: tuple[str, ...] = ()
-    """What it imports when it is prepared: neither that time nor that memory is its communication's."""
+    """What it imports when it is prepared: neither that time nor that memory is its
+    communication's.
+    """
     launcher: str = "fork"
     """"mpirun": needs processes that MPI started."""
 
@@ -65,17 +69,87 @@ LINEUP: list[Peer] = [
     Peer("torch PostLocalSGD, period 4", "averagers", {"period": 4}, period=4),
     Peer("torch PostLocalSGD, period 16", "averagers", {"period": 16}, period=16),
     Peer("torch PostLocalSGD, period 64", "averagers", {"period": 64}, period=64, rare=True),
-    Peer("torch hierarchical averager, 4 and 16", "averagers", {"period": 16, "node_period": 4}, period=16),
-    Peer("torchft LocalSGD, period 8", "torchft_peer", {"period": 8}, period=8, needs="torchft-nightly", imports=TORCHFT),
-    Peer("torchft DiLoCo, period 16", "torchft_peer", {"period": 16, "outer": True}, period=16, needs="torchft-nightly", imports=TORCHFT),
-    Peer("torchft DiLoCo, period 16, delay 4", "torchft_peer", {"period": 16, "outer": True, "delay": 4}, period=16, needs="torchft-nightly", imports=TORCHFT),
-    Peer("torchft DiLoCo, period 64", "torchft_peer", {"period": 64, "outer": True}, period=64, needs="torchft-nightly", rare=True, imports=TORCHFT),
-    Peer("torchft DiLoCo, period 64, delay 16", "torchft_peer", {"period": 64, "outer": True, "delay": 16}, period=64, needs="torchft-nightly", rare=True, imports=TORCHFT),
-    Peer("decent-dp, ring", "decent_peer", {"topology": "ring"}, needs="decent-dp", imports=("decent_dp.ddp", "loguru")),
-    Peer("decent-dp, complete", "decent_peer", {"topology": "complete"}, needs="decent-dp", imports=("decent_dp.ddp", "loguru")),
-    Peer("accelerate LocalSGD, period 8", "accelerate_peer", {"period": 8}, period=8, needs="accelerate", imports=("accelerate", "accelerate.local_sgd")),
-    Peer("hivemind, period 8", "hivemind_peer", {"period": 8}, period=8, needs="hivemind", full_only=True),
-    Peer("Heat DASO, 4 and 1", "heat_peer", period=4, needs="heat", full_only=True, launcher="mpirun"),
+    Peer(
+        "torch hierarchical averager, 4 and 16",
+        "averagers",
+        {"period": 16, "node_period": 4},
+        period=16,
+    ),
+    Peer(
+        "torchft LocalSGD, period 8",
+        "torchft_peer",
+        {"period": 8},
+        period=8,
+        needs="torchft-nightly",
+        imports=TORCHFT,
+    ),
+    Peer(
+        "torchft DiLoCo, period 16",
+        "torchft_peer",
+        {"period": 16, "outer": True},
+        period=16,
+        needs="torchft-nightly",
+        imports=TORCHFT,
+    ),
+    Peer(
+        "torchft DiLoCo, period 16, delay 4",
+        "torchft_peer",
+        {"period": 16, "outer": True, "delay": 4},
+        period=16,
+        needs="torchft-nightly",
+        imports=TORCHFT,
+    ),
+    Peer(
+        "torchft DiLoCo, period 64",
+        "torchft_peer",
+        {"period": 64, "outer": True},
+        period=64,
+        needs="torchft-nightly",
+        rare=True,
+        imports=TORCHFT,
+    ),
+    Peer(
+        "torchft DiLoCo, period 64, delay 16",
+        "torchft_peer",
+        {"period": 64, "outer": True, "delay": 16},
+        period=64,
+        needs="torchft-nightly",
+        rare=True,
+        imports=TORCHFT,
+    ),
+    Peer(
+        "decent-dp, ring",
+        "decent_peer",
+        {"topology": "ring"},
+        needs="decent-dp",
+        imports=("decent_dp.ddp", "loguru"),
+    ),
+    Peer(
+        "decent-dp, complete",
+        "decent_peer",
+        {"topology": "complete"},
+        needs="decent-dp",
+        imports=("decent_dp.ddp", "loguru"),
+    ),
+    Peer(
+        "accelerate LocalSGD, period 8",
+        "accelerate_peer",
+        {"period": 8},
+        period=8,
+        needs="accelerate",
+        imports=("accelerate", "accelerate.local_sgd"),
+    ),
+    Peer(
+        "hivemind, period 8",
+        "hivemind_peer",
+        {"period": 8},
+        period=8,
+        needs="hivemind",
+        full_only=True,
+    ),
+    Peer(
+        "Heat DASO, 4 and 1", "heat_peer", period=4, needs="heat", full_only=True, launcher="mpirun"
+    ),
     _ours("allreduce"),
     _ours("localsgd:period=4", 4),
     _ours("daso:period=4,delay=1", 4),
@@ -89,9 +163,10 @@ LINEUP: list[Peer] = [
     _ours("adpsgd:topology=random-ring"),
     _ours("adpsgd:topology=random-ring,cpu_share=1.0"),
     _ours("adpsgd:topology=pairs"),
-]  # fmt: skip
+]
 NOT_MEASURED = {
-    "lightning post-local": "its strategy hands the same PostLocalSGD hook and averager of torch to its own loop; see the torch rows",
+    "lightning post-local": "its strategy hands the same PostLocalSGD hook and averager of torch to its own loop; see "
+    "the torch rows",
 }
 _extra: dict[str, Peer] = {}
 
@@ -119,8 +194,12 @@ def load(name: str) -> ModuleType:
 
 
 def choose(names: Sequence[str] = (), *, full: bool = True, rare: bool = False) -> list[Peer]:
-    """The whole line-up, or those whose names contain one of `names` (no communication is always first)."""
+    """The whole line-up, or those whose names contain one of `names` (no communication is always
+    first).
+    """
     chosen = [peer for peer in LINEUP if (full or not peer.full_only) and (rare or not peer.rare)]
     if names:
-        chosen = [peer for peer in chosen if peer.name == FREE or any(name in peer.name for name in names)]
+        chosen = [
+            peer for peer in chosen if peer.name == FREE or any(name in peer.name for name in names)
+        ]
     return chosen

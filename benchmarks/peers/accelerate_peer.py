@@ -1,4 +1,6 @@
-"""accelerate's LocalSGD: DDP without synchronisation, and an average of the parameters every few steps."""
+"""accelerate's LocalSGD: DDP without synchronisation, and an average of the parameters every few
+steps.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ class AccelerateTrainer(Trainer):
         from accelerate.local_sgd import LocalSGD
 
         self.accelerator = Accelerator(cpu=True)
-        wrapped, optimizer = self.accelerator.prepare(model, work.make_optimizer(model.parameters()))
+        wrapped, optimizer = self.accelerator.prepare(
+            model, work.make_optimizer(model.parameters())
+        )
         super().__init__(wrapped, optimizer, work)
-        self.local_sgd = LocalSGD(accelerator=self.accelerator, model=wrapped, local_sgd_steps=period, enabled=True)
+        self.local_sgd = LocalSGD(
+            accelerator=self.accelerator, model=wrapped, local_sgd_steps=period, enabled=True
+        )
         self.local_sgd.__enter__()
 
     def step(self, loss: Tensor) -> None:

@@ -1,7 +1,8 @@
 """torch's PostLocalSGD optimizer with its periodic or hierarchical model averager.
 
-As documented: DDP with the post-local hook averages gradients inside a node (from the first step here), the optimizer averages
-the parameters of all ranks every `period` steps. With `node_period` the hierarchical averager does both: inside the node every `node_period`.
+As documented: DDP with the post-local hook averages gradients inside a node (from the first step
+here), the optimizer averages the parameters of all ranks every `period` steps. With `node_period`
+the hierarchical averager does both: inside the node every `node_period`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ from collections import OrderedDict
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+    HierarchicalModelAverager,
+)
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,8 +28,11 @@ from peers.base import Trainer, Work
 START = 1
 
 
-def prepare(model: nn.Module, work: Work, *, period: int, node_period: int | None = None) -> Trainer:
-    node, world = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_world_size()
+def prepare(
+    model: nn.Module, work: Work, *, period: int, node_period: int | None = None
+) -> Trainer:
+    node = int(os.environ["LOCAL_WORLD_SIZE"])
+    world = dist.get_world_size()
     optimizer = work.make_optimizer(model.parameters())
     wrapped = DistributedDataParallel(model)
     if node_period is None or node in (1, world):

@@ -15,7 +15,9 @@ CLONE_NEWUTS = 0x04000000
 
 
 class Work(Protocol):
-    """What a peer may ask of the work: its optimizer, also for some of the parameters, and whether gradients are clipped."""
+    """What a peer may ask of the work: its optimizer, also for some of the parameters, and
+    whether gradients are clipped.
+    """
 
     clip: float
     batch: int
@@ -24,14 +26,19 @@ class Work(Protocol):
 
 
 class Trainer:
-    """`model` is what the loop calls; `step` takes the loss and does the rest of a step as the peer's documentation shows it.
+    """`model` is what the loop calls; `step` takes the loss and does the rest of a step as the
+    peer's documentation shows it.
 
     As it stands, this is the plain loop of one process.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, work: Work) -> None:
-        self.model, self.optimizer, self.clip = model, optimizer, work.clip
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.model = model
+        self.optimizer = optimizer
+        self.clip = work.clip
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
 
     def step(self, loss: Tensor) -> None:
         """Backward, update, exchange, and gradients cleared."""
@@ -53,9 +60,11 @@ def own_address() -> str:
 
 
 def take_node_name() -> None:
-    """Give this process the host name of its node, which the lab's /etc/hosts knows; else all nodes have this machine's.
+    """Give this process the host name of its node, which the lab's /etc/hosts knows; else all nodes
+    have this machine's.
 
-    For peers that find their own address by the host name, as every machine of a real cluster lets them.
+    For peers that find their own address by the host name, as every machine of a real cluster lets
+    them.
     """
     name = f"node{os.environ['GROUP_RANK']}"
     try:
@@ -66,7 +75,9 @@ def take_node_name() -> None:
 
 
 def name_this_node(name: str) -> None:
-    """A host name for this process and what it starts; nothing changes where that is not allowed."""
+    """A host name for this process and what it starts; nothing changes where that is not
+    allowed.
+    """
     libc = ctypes.CDLL(None)
     if libc.unshare(CLONE_NEWUTS) == 0:
         libc.sethostname(name.encode(), len(name))

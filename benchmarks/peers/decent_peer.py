@@ -1,4 +1,6 @@
-"""decent-dp: synchronous gossip whose exchange overlaps the next step. It owns the optimizers, one a bucket."""
+"""decent-dp: synchronous gossip whose exchange overlaps the next step. It owns the optimizers,
+one a bucket.
+"""
 
 from __future__ import annotations
 
@@ -29,4 +31,6 @@ def prepare(model: nn.Module, work: Work, *, topology: str) -> Trainer:
     def make(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
         return work.make_optimizer([parameter for _, parameter in named])
 
-    return DecentTrainer(DecentralizedDataParallel(model, make, topology=topology, grad_clip_norm=work.clip))
+    return DecentTrainer(
+        DecentralizedDataParallel(model, make, topology=topology, grad_clip_norm=work.clip)
+    )

@@ -1,7 +1,9 @@
-"""Heat's DASO, by the method's authors. CUDA only; four shims and a stub make it run on CPUs, under mpirun.
+"""Heat's DASO, by the method's authors. CUDA only; four shims and a stub make it run on CPUs, under
+mpirun.
 
-torch's default group is the node, as in Heat's examples; MPI connects the nodes. The cycling phase begins at once: a global exchange every 4
-batches, received 1 batch later, and stays there (the plateau logic is called at the end of epochs, and this is one long epoch).
+torch's default group is the node, as in Heat's examples; MPI connects the nodes. The cycling phase
+begins at once: a global exchange every 4 batches, received 1 batch later, and stays there (the
+plateau logic is called at the end of epochs, and this is one long epoch).
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def prepare(model: nn.Module, work: Work) -> Trainer:
     daso.device = "cpu"
     daso.last_batch = ENDLESS
     wrapped = heat.nn.DataParallelMultiGPU(model, daso)
-    model.load_state_dict(first)  # Heat resets the parameters of every layer; all peers start from the same
+    # Heat resets the parameters of every layer; all peers start from the same
+    model.load_state_dict(first)
     daso.epoch_loss_logic(1.0)  # the end of a warm-up of no epochs
     return HeatTrainer(wrapped, daso, work)
 
@@ -63,8 +66,11 @@ def _pretend_gpus() -> None:
     torch.cuda.device_count = lambda: count
     torch.cuda.set_device = lambda device: None
     nn.parallel.DistributedDataParallel = WithoutDevices  # type: ignore[misc]
-    transforms, datasets = (types.ModuleType(f"torchvision.{name}") for name in ("transforms", "datasets"))
-    vars(transforms)["Compose"] = vars(datasets)["MNIST"] = object  # only named in signatures and base classes
+    transforms, datasets = (
+        types.ModuleType(f"torchvision.{name}") for name in ("transforms", "datasets")
+    )
+    # only named in signatures and base classes
+    vars(transforms)["Compose"] = vars(datasets)["MNIST"] = object
     vision = types.ModuleType("torchvision")
     vars(vision).update(transforms=transforms, datasets=datasets)
     for module in (vision, transforms, datasets):

@@ -1,4 +1,6 @@
-"""hivemind: its Optimizer in the fully asynchronous mode, local updates with parameters averaged in the background."""
+"""hivemind: its Optimizer in the fully asynchronous mode, local updates with parameters averaged
+in the background.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,20 @@ from peers.base import Trainer, Work, own_address
 
 
 def prepare(model: nn.Module, work: Work, *, period: int) -> Trainer:
-    """An epoch, at whose end peers average, is `period` steps of every rank; matchmaking as short as a fast network allows."""
+    """An epoch, at whose end peers average, is `period` steps of every rank; matchmaking as
+    short as a fast network allows.
+    """
     multiprocessing.set_start_method("fork", force=True)
     import hivemind
 
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
     store = dist.distributed_c10d._get_default_store()
-    rank, address = dist.get_rank(), own_address()
+    rank = dist.get_rank()
+    address = own_address()
     first = [] if rank == 0 else store.get("maddrs").decode().split()
-    dht = hivemind.DHT(host_maddrs=[f"/ip4/{address}/tcp/0"], initial_peers=first, start=True, use_ipfs=False)
+    dht = hivemind.DHT(
+        host_maddrs=[f"/ip4/{address}/tcp/0"], initial_peers=first, start=True, use_ipfs=False
+    )
     if rank == 0:
         store.set("maddrs", " ".join(str(maddr) for maddr in dht.get_visible_maddrs()))
     optimizer = hivemind.Optimizer(

@@ -1,4 +1,6 @@
-"""torchft: LocalSGD and DiLoCo with a manager per rank and a lighthouse on rank 0. Every rank is a replica group of its own."""
+"""torchft: LocalSGD and DiLoCo with a manager per rank and a lighthouse on rank 0. Every rank is
+a replica group of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ from peers.base import Trainer, Work, own_address, take_node_name
 PATIENCE = timedelta(seconds=30)
 
 
-def prepare(model: nn.Module, work: Work, *, period: int, outer: bool = False, delay: int = 0) -> Trainer:
-    """DiLoCo's outer optimizer has the settings of its paper and of torchft's example: SGD, 0.7, Nesterov momentum 0.9.
+def prepare(
+    model: nn.Module, work: Work, *, period: int, outer: bool = False, delay: int = 0
+) -> Trainer:
+    """DiLoCo's outer optimizer has the settings of its paper and of torchft's example: SGD, 0.7,
+    Nesterov momentum 0.9.
 
-    With `delay` the averaging is under way during so many steps; half of what they did stays, as in the paper on streaming DiLoCo.
+    With `delay` the averaging is under way during so many steps; half of what they did stays, as in
+    the paper on streaming DiLoCo.
     """
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
@@ -28,7 +34,9 @@ def prepare(model: nn.Module, work: Work, *, period: int, outer: bool = False, d
     take_node_name()
     optimizer = work.make_optimizer(model.parameters())
     store = dist.distributed_c10d._get_default_store()
-    rank, world, address = dist.get_rank(), dist.get_world_size(), own_address()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    address = own_address()
     lighthouse = None
     if rank == 0:
         lighthouse = LighthouseServer(
@@ -66,7 +74,13 @@ def prepare(model: nn.Module, work: Work, *, period: int, outer: bool = False, d
         outside = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         overlap = {"fragment_sync_delay": delay, "fragment_update_alpha": 0.5} if delay else {}
         context: Any = DiLoCo(
-            manager, [model], optimizer, outside, sync_every=period, use_bucketization=True, **overlap
+            manager,
+            [model],
+            optimizer,
+            outside,
+            sync_every=period,
+            use_bucketization=True,
+            **overlap,
         )
     else:
         context = LocalSGD(manager, model, optimizer, sync_every=period)

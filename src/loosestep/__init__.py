@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from loosestep.run import Run
     from loosestep.sim.cluster import Cluster
     from loosestep.sim.driver import simulate
-    from loosestep.strategies import ADPSGD, DASO, AllReduce, DelayByOne, DiLoCo, LocalSGD, Strategy, strategy
+    from loosestep.strategies import (
+        ADPSGD,
+        DASO,
+        AllReduce,
+        DelayByOne,
+        DiLoCo,
+        LocalSGD,
+        Strategy,
+        strategy,
+    )
     from loosestep.topology import Topology
 
 __all__ = [
@@ -43,7 +52,16 @@ _HOMES = {
     "run": ["Run"],
     "sim.cluster": ["Cluster"],
     "sim.driver": ["simulate"],
-    "strategies": ["ADPSGD", "DASO", "AllReduce", "DelayByOne", "DiLoCo", "LocalSGD", "Strategy", "strategy"],
+    "strategies": [
+        "ADPSGD",
+        "DASO",
+        "AllReduce",
+        "DelayByOne",
+        "DiLoCo",
+        "LocalSGD",
+        "Strategy",
+        "strategy",
+    ],
     "topology": ["Topology"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

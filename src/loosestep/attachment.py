@@ -22,7 +22,13 @@ from loosestep.core.engines.collective import CollectiveEngine
 from loosestep.core.engines.gossip import GossipEngine
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.node_gossip import NodeGossipEngine
-from loosestep.core.engines.wrapped import Inside, averages_gradients, check_fit, check_gossip, look_inside
+from loosestep.core.engines.wrapped import (
+    Inside,
+    averages_gradients,
+    check_fit,
+    check_gossip,
+    look_inside,
+)
 from loosestep.core.plain_state import flatten
 from loosestep.core.plain_torch import in_plain_torch
 from loosestep.core.replica.replica import Replica
@@ -53,21 +59,27 @@ def attach(
     record: bool | str | os.PathLike[str] = False,
     hooks: bool = True,
 ) -> Run:
-    """Connect a model and its optimizer(s) to their peers. The loop, the model and the optimizer stay as they are.
+    """Connect a model and its optimizer(s) to their peers. The loop, the model and the optimizer
+    stay as they are.
 
-    Every rank calls it with the same model; all start from rank 0's parameters and buffers. `topology` says who is on which
-    node (by default what started the processes knows). A model that is wrapped in DDP or sharded over exactly the ranks of
-    its node is connected to the other nodes as it is. `deadline`: seconds without a heartbeat after which a rank is lost.
-    `hooks=False`: call `run.step()` after `optimizer.step()` yourself, where hooks cannot run. `record`: True or a folder
-    ("recording"): every rank writes down what it folded, so that `LOOSESTEP_REPLAY=folder` repeats the run bit for bit.
-    `key` authenticates the messages of gossip (by default LOOSESTEP_KEY) and `encrypt=True` encrypts them; the first model,
-    gradients inside a node, and everything of other strategies travel through torch.distributed, which does neither.
-    On GPUs: docs/compositions.md says what travels over NCCL, and how `LOOSESTEP_GRADIENTS` and `LOOSESTEP_LANES` change it.
+    Every rank calls it with the same model; all start from rank 0's parameters and buffers.
+    `topology` says who is on which node (by default what started the processes knows). A model that
+    is wrapped in DDP or sharded over exactly the ranks of its node is connected to the other nodes
+    as it is. `deadline`: seconds without a heartbeat after which a rank is lost. `hooks=False`:
+    call `run.step()` after `optimizer.step()` yourself, where hooks cannot run. `record`: True or a
+    folder ("recording"): every rank writes down what it folded, so that `LOOSESTEP_REPLAY=folder`
+    repeats the run bit for bit. `key` authenticates the messages of gossip (by default
+    LOOSESTEP_KEY) and `encrypt=True` encrypts them; the first model, gradients inside a node, and
+    everything of other strategies travel through torch.distributed, which does neither. On GPUs:
+    docs/compositions.md says what travels over NCCL, and how `LOOSESTEP_GRADIENTS` and
+    `LOOSESTEP_LANES` change it.
     """
     if deadline <= 0:
         raise ValueError(f"deadline must be positive seconds, got {deadline}")
     optimizers = (
-        [optimizer] if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable) else [*optimizer]
+        [optimizer]
+        if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
+        else [*optimizer]
     )
     world = open_world(topology, deadline=deadline)
     with ExitStack() as undo:
@@ -88,7 +100,9 @@ def attach(
     world.start_pulse()
     try:
         tape = _tape(world, chosen, replica, record=folder, replay=replay)
-        learner = Learner(model, optimizers, chosen, replica, world.trace(), inside=inside, tape=tape)
+        learner = Learner(
+            model, optimizers, chosen, replica, world.trace(), inside=inside, tape=tape
+        )
         engine = _engine(world, learner, hosts, key=key, encrypt=encrypt)
     except BaseException as error:
         if world.pulse is not None:
@@ -99,11 +113,20 @@ def attach(
     return Run(learner, engine, world=world, hooks=hooks, closed=lambda: _attached.discard(model))
 
 
-def _engine(world: World, learner: Learner, hosts: list[str], *, key: str | None, encrypt: bool) -> Engine:
+def _engine(
+    world: World, learner: Learner, hosts: list[str], *, key: str | None, encrypt: bool
+) -> Engine:
     strategy = learner.strategy
     if isinstance(strategy, ADPSGD):
         kind = NodeGossipEngine if strategy.replica == "node" else GossipEngine
-        return kind(learner, strategy, world=world, neighbours=hosts.count(hosts[world.rank]), key=key, encrypt=encrypt)
+        return kind(
+            learner,
+            strategy,
+            world=world,
+            neighbours=hosts.count(hosts[world.rank]),
+            key=key,
+            encrypt=encrypt,
+        )
     comm = Collective(
         world,
         world.topology.flat() if strategy.learner == "rank" else world.topology,
@@ -126,28 +149,41 @@ def _prepare(
     record: Path | None,
     replay: Replay | None,
 ) -> tuple[Strategy, Replica, Inside, list[str]]:
-    """Check everything on every rank before anything is sent; a problem on one rank is raised on all of them."""
+    """Check everything on every rank before anything is sent; a problem on one rank is raised on
+    all of them.
+    """
     problem: Exception | None = None
     report: dict[str, object] = {"problem": None, "host": socket.gethostname()}
-    chosen, replica, inside = None, None, None
+    chosen = None
+    replica = None
+    inside = None
     try:
         chosen = read_strategy(strategy)
         if secret and not chosen.gossip:
             raise ValueError(
-                f"key= and encrypt= are for gossip; {chosen} sends through torch.distributed, which neither authenticates nor "
-                "encrypts. Leave them out, and keep such runs on a network of their own"
+                f"key= and encrypt= are for gossip; {chosen} sends through torch.distributed, "
+                "which neither authenticates nor encrypts. Leave them out, and keep such runs on "
+                "a network of their own"
             )
         inside = _check(world, model, optimizers, chosen, hooks=hooks)
         replica = Replica(model, multiple=_multiple(chosen, world.topology))
         bad = replica.find_bad()
         if bad is not None:
             raise ValueError(
-                f"parameter {bad} contains NaN or Inf on rank {world.rank}; load a sane checkpoint before attaching"
+                f"parameter {bad} contains NaN or Inf on rank {world.rank}; load a sane "
+                "checkpoint before attaching"
             )
         _check_recording(world, chosen, replica, record=record, replay=replay)
-        gpu, ways = find_gpu(replica.staging.device), read_ways()
+        gpu = find_gpu(replica.staging.device)
+        ways = read_ways()
         _check_ways(ways, chosen, replica, gpu)
-        report |= {"strategy": str(chosen), "digest": replica.digest(), "inside": inside, "gpu": gpu, "ways": ways}
+        report |= {
+            "strategy": str(chosen),
+            "digest": replica.digest(),
+            "inside": inside,
+            "gpu": gpu,
+            "ways": ways,
+        }
         world.store.set(f"layout/{world.rank}", json.dumps(replica.layout()))
     except (ValueError, TypeError, RuntimeError) as error:
         problem = error
@@ -164,40 +200,53 @@ def _prepare(
     for rank, other in enumerate(reports):
         if other["strategy"] != reports[0]["strategy"]:
             raise ValueError(
-                f"rank {rank} uses the strategy {other['strategy']}, rank 0 {reports[0]['strategy']}; all ranks need the same"
+                f"rank {rank} uses the strategy {other['strategy']}, rank 0 "
+                f"{reports[0]['strategy']}; all ranks need the same"
             )
         if other["inside"] != reports[0]["inside"]:
             raise ValueError(
-                f"the model of rank {rank} is {_HOW[str(other['inside'])]}, that of rank 0 {_HOW[str(reports[0]['inside'])]}; "
-                "wrap or shard it the same way on every node"
+                f"the model of rank {rank} is {_HOW[str(other['inside'])]}, that of rank 0 "
+                f"{_HOW[str(reports[0]['inside'])]}; wrap or shard it the same way on every node"
             )
         if other["ways"] != reports[0]["ways"]:
             raise ValueError(
-                f"rank {rank} was started with {other['ways']}, rank 0 with {reports[0]['ways']}; set these variables on all ranks or on none"
+                f"rank {rank} was started with {other['ways']}, rank 0 with {reports[0]['ways']}; "
+                "set these variables on all ranks or on none"
             )
-        first = world.topology.lane(world.topology.local_index(rank))[0] if inside == "shards" else 0
+        first = (
+            world.topology.lane(world.topology.local_index(rank))[0] if inside == "shards" else 0
+        )
         if other["digest"] != reports[first]["digest"]:
             raise ValueError(_difference(world, rank, first))
     world.reach = _find_reach(world, chosen, replica, inside, reports)
     return chosen, replica, inside, [str(other["host"]) for other in reports]
 
 
-def _check_ways(ways: dict[str, str], strategy: Strategy, replica: Replica, gpu: str | None) -> None:
+def _check_ways(
+    ways: dict[str, str], strategy: Strategy, replica: Replica, gpu: str | None
+) -> None:
     """Whether lanes can be what the environment asks for, as far as one rank can see."""
     if ways[LANES] != "nccl":
         return
     if strategy.gossip or (isinstance(strategy, DelayByOne) and strategy.older_gradient):
-        raise ValueError(f"{LANES}=nccl: the exchanges of {strategy} are made by the host; unset {LANES}")
+        raise ValueError(
+            f"{LANES}=nccl: the exchanges of {strategy} are made by the host; unset {LANES}"
+        )
     if gpu is None:
         raise ValueError(
-            f"{LANES}=nccl needs parameters on a CUDA device and a torch that was built with NCCL; the parameters are on "
-            f"{replica.staging.device}, and NCCL is {'there' if dist.is_nccl_available() else 'not there'}. Move the model before attaching, or "
-            f"unset {LANES}"
+            f"{LANES}=nccl needs parameters on a CUDA device and a torch that was built with "
+            f"NCCL; the parameters are on {replica.staging.device}, and NCCL is "
+            f"{'there' if dist.is_nccl_available() else 'not there'}. Move the model before "
+            f"attaching, or unset {LANES}"
         )
 
 
 def _find_reach(
-    world: World, strategy: Strategy, replica: Replica, inside: Inside, reports: list[dict[str, object]]
+    world: World,
+    strategy: Strategy,
+    replica: Replica,
+    inside: Inside,
+    reports: list[dict[str, object]],
 ) -> Reach:
     """What stays on the devices: the same conclusion on every rank, drawn from the same reports."""
     gpus = tuple(None if other["gpu"] is None else str(other["gpu"]) for other in reports)
@@ -208,34 +257,57 @@ def _find_reach(
         gradients=inside == "plain" and ways[GRADIENTS] == "auto",
         lanes=ways[LANES] == "nccl",
     )
-    nodes, lanes = () if inside == "shards" else world.topology.nodes, range(world.topology.lanes)
+    nodes = () if inside == "shards" else world.topology.nodes
+    lanes = range(world.topology.lanes)
     reach.check_lanes([*nodes, *map(world.topology.lane, lanes)])
     return reach
 
 
 def _check_recording(
-    world: World, strategy: Strategy, replica: Replica, *, record: Path | None, replay: Replay | None
+    world: World,
+    strategy: Strategy,
+    replica: Replica,
+    *,
+    record: Path | None,
+    replay: Replay | None,
 ) -> None:
     """A new recording has a place of its own; one to be replayed is of this run."""
     if replay is not None:
         recording = Recording.read(replay.folder, world.rank)
-        require_same(recording, nodes=_nodes(world), strategy=str(strategy), layout=replica.layout())
+        require_same(
+            recording, nodes=_nodes(world), strategy=str(strategy), layout=replica.layout()
+        )
     elif record is not None and simulated.get() is not None:
         raise RecordingError(
-            "a simulation is a function of its seed, so there is nothing to record: leave record= out and simulate again"
+            "a simulation is a function of its seed, so there is nothing to record: leave record= "
+            "out and simulate again"
         )
     elif record is not None and rank_file(record, world.rank).exists():
         raise RecordingError(
-            f"{record} holds a recording of rank {world.rank} already; remove that folder, or record into another one"
+            f"{record} holds a recording of rank {world.rank} already; remove that folder, or "
+            "record into another one"
         )
 
 
-def _tape(world: World, strategy: Strategy, replica: Replica, *, record: Path | None, replay: Replay | None) -> Tape:
+def _tape(
+    world: World,
+    strategy: Strategy,
+    replica: Replica,
+    *,
+    record: Path | None,
+    replay: Replay | None,
+) -> Tape:
     """What the run tells its story to."""
     if replay is not None:
         free = strategy.gossip and strategy.learner == "rank"
-        everybody = range(world.topology.world) if not strategy.gossip else world.topology.mates(world.rank)
-        until = replay.until.step if replay.until is not None and replay.until.rank == world.rank else None
+        everybody = (
+            range(world.topology.world) if not strategy.gossip else world.topology.mates(world.rank)
+        )
+        until = (
+            replay.until.step
+            if replay.until is not None and replay.until.rank == world.rank
+            else None
+        )
         recording = Recording.read(replay.folder, world.rank)
         return Player(recording, world, together=() if free else everybody, until=until)
     if record is None:
@@ -261,49 +333,66 @@ def _multiple(strategy: Strategy, topology: Topology) -> int:
     return topology.multiple
 
 
-def _check(world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, hooks: bool) -> Inside:
+def _check(
+    world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, hooks: bool
+) -> Inside:
     """What one rank can see by itself."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the first argument must be a torch.nn.Module, got {type(model).__name__}")
     if model in _attached:
-        raise RuntimeError("this model is already attached; call run.finish() before attaching it again")
+        raise RuntimeError(
+            "this model is already attached; call run.finish() before attaching it again"
+        )
     _check_optimizers(optimizers)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not any(p.numel() for p in trainable):
         raise ValueError(
-            "the model has no parameters that require gradients, or only empty ones, so there is nothing to train or to average"
+            "the model has no parameters that require gradients, or only empty ones, so there is "
+            "nothing to train or to average"
         )
     mates = world.topology.mates(world.rank)
     inside = look_inside(model, mates)
     check_fit(inside, strategy, world.topology, mates)
-    complex_ones = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
+    complex_ones = [
+        name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()
+    ]
     if complex_ones:
         raise ValueError(
-            f"parameter {complex_ones[0]} is complex, which cannot be averaged here; keep its real and imaginary parts"
+            f"parameter {complex_ones[0]} is complex, which cannot be averaged here; keep its "
+            "real and imaginary parts"
         )
     devices = sorted({str(p.device) for p in trainable})
     if len(devices) > 1 or devices == ["meta"]:
-        raise ValueError(f"the model's parameters must be on one device of this rank, found {', '.join(devices)}")
+        raise ValueError(
+            f"the model's parameters must be on one device of this rank, found {', '.join(devices)}"
+        )
     ours = {id(p) for p in model.parameters()}
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     strangers = [p for p in held if id(p) not in ours]
     if strangers:
         raise ValueError(
-            f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the model's (was the model moved or rebuilt after "
-            "the optimizer was made?); build the optimizer from model.parameters()"
+            f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the "
+            "model's (was the model moved or rebuilt after the optimizer was made?); build the "
+            "optimizer from model.parameters()"
         )
     if isinstance(strategy, ADPSGD):
-        strategy.graph(len(world.topology.nodes) if strategy.replica == "node" else world.topology.world)
+        strategy.graph(
+            len(world.topology.nodes) if strategy.replica == "node" else world.topology.world
+        )
         check_gossip(model, mates)
     if not strategy.gossip:
         _check_groups(optimizers)
     lockstep = averages_gradients(inside, strategy, world.topology)
     if lockstep and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
         raise ValueError(
-            f"LBFGS evaluates the model several times a step, which cannot be averaged by {strategy}; use a strategy with replica='rank'"
+            "LBFGS evaluates the model several times a step, which cannot be averaged by "
+            f"{strategy}; use a strategy with replica='rank'"
         )
     if lockstep and not hooks:
-        raise ValueError(f"{strategy} averages gradients in hooks; hooks=False needs a strategy with replica='rank'")
+        raise ValueError(
+            f"{strategy} averages gradients in hooks; hooks=False needs a strategy with "
+            "replica='rank'"
+        )
     return inside
 
 
@@ -312,12 +401,13 @@ def _check_optimizers(optimizers: list[Optimizer]) -> None:
     kinds = [type(o).__name__ for o in optimizers]
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
         raise TypeError(
-            f"the second argument must be a torch optimizer or several of them, got {', '.join(kinds) or 'none'}"
+            "the second argument must be a torch optimizer or several of them, got "
+            f"{', '.join(kinds) or 'none'}"
         )
     if "AcceleratedOptimizer" in kinds:
         raise TypeError(
-            "the optimizer was prepared by Accelerate, which wraps it: use loosestep.integrations.accelerate.attach, or attach "
-            "before prepare"
+            "the optimizer was prepared by Accelerate, which wraps it: use "
+            "loosestep.integrations.accelerate.attach, or attach before prepare"
         )
 
 
@@ -330,8 +420,9 @@ def _check_groups(optimizers: list[Optimizer]) -> None:
                     flatten(None if name == "params" else value)
                 except TypeError as error:
                     raise TypeError(
-                        f"group {index} of {type(optimizer).__name__} holds {name}={value!r}, which cannot be sent to a rank "
-                        f"that has to catch up: {error}; keep it outside of the optimizer"
+                        f"group {index} of {type(optimizer).__name__} holds {name}={value!r}, "
+                        f"which cannot be sent to a rank that has to catch up: {error}; keep it "
+                        "outside of the optimizer"
                     ) from error
 
 
@@ -341,7 +432,11 @@ def _difference(world: World, rank: int, first: int) -> str:
     advice = "build (and shard) the same model everywhere"
     for position, (a, b) in enumerate(zip(theirs, ours, strict=False)):
         if a != b:
-            return f"the models differ between ranks: entry {position} is '{a}' on rank {rank} and '{b}' on rank {first}; {advice}"
+            return (
+                f"the models differ between ranks: entry {position} is '{a}' on rank {rank} and "
+                f"'{b}' on rank {first}; {advice}"
+            )
     return (
-        f"the models differ between ranks: {len(theirs)} tensors on rank {rank}, {len(ours)} on rank {first}; {advice}"
+        f"the models differ between ranks: {len(theirs)} tensors on rank {rank}, {len(ours)} on "
+        f"rank {first}; {advice}"
     )

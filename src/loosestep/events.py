@@ -1,7 +1,8 @@
 """The event log of a run: what happened when, and the figures that follow from it.
 
-Every step, exchange start, landing, fold and wait is an event with a monotonic time. `Trace` keeps the latest events for
-timelines, running totals for `stats`, and hands every event to an optional sink (a file, a progress bar).
+Every step, exchange start, landing, fold and wait is an event with a monotonic time. `Trace` keeps
+the latest events for timelines, running totals for `stats`, and hands every event to an optional
+sink (a file, a progress bar).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ KEPT = 200_000
 
 
 class Event(NamedTuple):
-    """One event: `time` is monotonic seconds, `kind` one of step, start, landed, fold, wait, join, phase, sent, distance, or
-    what has become of a peer (peer_dead, ...)."""
+    """One event: `time` is monotonic seconds, `kind` one of step, start, landed, fold, wait, join,
+    phase, sent, distance, or what has become of a peer (peer_dead, ...).
+    """
 
     time: float
     kind: str
@@ -57,7 +59,9 @@ class Totals:
         elif kind == "fold":
             self.folds += 1
             self.staleness_sum += fields["staleness"]
-            self.staleness_max = max(self.staleness_max, fields.get("staleness_max", fields["staleness"]))
+            self.staleness_max = max(
+                self.staleness_max, fields.get("staleness_max", fields["staleness"])
+            )
         elif kind == "join":
             self.joins += 1
         elif kind == "distance":

@@ -33,20 +33,36 @@ class Run:
     """What `attach` returns. Use it as a context manager, or call `finish()` at the end."""
 
     def __init__(
-        self, learner: Learner, engine: Engine, *, world: World, hooks: bool, closed: Callable[[], None]
+        self,
+        learner: Learner,
+        engine: Engine,
+        *,
+        world: World,
+        hooks: bool,
+        closed: Callable[[], None],
     ) -> None:
-        self.model, self.optimizers, self.strategy = learner.model, learner.optimizers, learner.strategy
-        self.rank, self.topology, self.trace = world.rank, world.topology, learner.trace
-        self._learner, self._engine, self._world, self._closed = learner, engine, world, closed
-        self.tape, self._global_steps = learner.tape, engine.global_steps()
+        self.model = learner.model
+        self.optimizers = learner.optimizers
+        self.strategy = learner.strategy
+        self.rank = world.rank
+        self.topology = world.topology
+        self.trace = learner.trace
+        self._learner = learner
+        self._engine = engine
+        self._world = world
+        self._closed = closed
+        self.tape = learner.tape
+        self._global_steps = engine.global_steps()
         self._order: dict[int, int] = {}  # the place of each optimizer in a step
         self._stepped: set[int] = set()  # the places that this step has come by
         self._groups = self._count_groups()
-        self._active, self._warned = True, False
-        after_step = torch.compiler.disable(
-            self._after_step
-        )  # a compiled step ends its graph here instead of tracing us
-        self._handles = [o.register_step_post_hook(after_step) for o in self.optimizers] if hooks else []
+        self._active = True
+        self._warned = False
+        # a compiled step ends its graph here instead of tracing us
+        after_step = torch.compiler.disable(self._after_step)
+        self._handles = (
+            [o.register_step_post_hook(after_step) for o in self.optimizers] if hooks else []
+        )
         self._exit = partial(_call_weakly, weakref.WeakMethod(self._at_exit))
         atexit.register(self._exit)
 
@@ -83,7 +99,9 @@ class Run:
                 restore()
 
     def finish(self) -> None:
-        """Drain what is in flight and leave the same parameters on every rank. Training may go on alone afterwards."""
+        """Drain what is in flight and leave the same parameters on every rank. Training may go
+        on alone afterwards.
+        """
         if not self._active:
             return
         with self._guard():
@@ -96,7 +114,9 @@ class Run:
         self._world.close()
 
     def recorded(self, compute: Callable[[], Any]) -> Any:
-        """What `compute()` gives, as JSON holds it; in a replay what it gave then. For whatever else depends on time."""
+        """What `compute()` gives, as JSON holds it; in a replay what it gave then. For whatever
+        else depends on time.
+        """
         return self.tape.value(compute)
 
     def notes(self, name: str) -> dist.Store:
@@ -110,7 +130,9 @@ class Run:
 
     @property
     def global_steps(self) -> int:
-        """Gradients of all learners up to the last step: for schedules and for stopping. Under gossip as heard by then."""
+        """Gradients of all learners up to the last step: for schedules and for stopping. Under
+        gossip as heard by then.
+        """
         return self._global_steps
 
     @property
@@ -134,7 +156,9 @@ class Run:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to resume exactly, beside the model and the optimizers. Differs between ranks."""
+        """Everything that is needed to resume exactly, beside the model and the optimizers.
+        Differs between ranks.
+        """
         with plain_torch():
             engine = self._engine.save()  # first: what is in flight may change the strategy's state
         return {
@@ -147,14 +171,18 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict()` was taken; load the model and the optimizers of the same rank before."""
+        """Go on where `state_dict()` was taken; load the model and the optimizers of the same
+        rank before.
+        """
         if state.get("version") != VERSION:
             raise ValueError(
-                f"this state has version {state.get('version')!r}, expected {VERSION}; it was written by another release"
+                f"this state has version {state.get('version')!r}, expected {VERSION}; it was "
+                "written by another release"
             )
         if state["strategy"] != str(self.strategy):
             raise ValueError(
-                f"this state belongs to the strategy {state['strategy']}, the run uses {self.strategy}; attach with the same one"
+                f"this state belongs to the strategy {state['strategy']}, the run uses "
+                f"{self.strategy}; attach with the same one"
             )
         self._learner.state = copy.deepcopy(state["state"])
         self._learner.losses.sum, self._learner.losses.count = state["losses"]
@@ -167,21 +195,28 @@ class Run:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             self.finish()
         else:
-            reason = str(error) if isinstance(error, LostPeer) else f"rank {self.rank} left the run: {_spell(error)}"
+            reason = (
+                str(error)
+                if isinstance(error, LostPeer)
+                else f"rank {self.rank} left the run: {_spell(error)}"
+            )
             self._break(reason, culprit=_culprit(error))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if (
-            getattr(optimizer, "found_inf", None) is not None
-        ):  # a GradScaler leaves it to a fused optimizer to do nothing
+        # a GradScaler leaves it to a fused optimizer to do nothing
+        if getattr(optimizer, "found_inf", None) is not None:
             self.strategy.scaled(self.state)
         place = self._order.setdefault(id(optimizer), len(self._order))
-        if place <= max(self._stepped, default=-1):  # a GradScaler left another one out: this is the next step
+        # a GradScaler left another one out: this is the next step
+        if place <= max(self._stepped, default=-1):
             self._stepped.clear()
         self._stepped.add(place)
         if len(self._stepped) == len(self.optimizers):
@@ -203,7 +238,9 @@ class Run:
             warnings.warn(advice, stacklevel=4)
 
     def _come_out_of_turn(self) -> None:
-        """The parameters are about to be overwritten, not after a step but whenever the user asks for it."""
+        """The parameters are about to be overwritten, not after a step but whenever the user
+        asks for it.
+        """
         self._learner.replica.check_places()
         self._learner.replica.wait_for_readers()
 
@@ -212,14 +249,19 @@ class Run:
         return digest_of([*map(local, replica.params), *replica.floating])
 
     def _count_groups(self) -> list[int]:
-        return [len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [
+            len(group["params"])
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
 
     def _check_unchanged(self) -> None:
         self._learner.replica.check_unchanged()
         if self._count_groups() != self._groups:
             raise RuntimeError(
-                f"the optimizer's parameter groups changed after attach (sizes {self._groups} before, {self._count_groups()} "
-                "now), so new parameters would not be averaged; call run.finish() and attach again after add_param_group"
+                f"the optimizer's parameter groups changed after attach (sizes {self._groups} "
+                f"before, {self._count_groups()} now), so new parameters would not be averaged; "
+                "call run.finish() and attach again after add_param_group"
             )
 
     @contextmanager
@@ -229,7 +271,9 @@ class Run:
             with plain_torch():
                 yield
         except BaseException as error:
-            reason = str(error) if isinstance(error, CommError) else f"rank {self.rank} failed: {error}"
+            reason = (
+                str(error) if isinstance(error, CommError) else f"rank {self.rank} failed: {error}"
+            )
             self._break(reason, culprit=_culprit(error))
             raise
 
@@ -239,7 +283,8 @@ class Run:
             self.tape.breaking(reason)
             self._engine.abort(reason, culprit)
             self.tape.aborted(reason)
-            self._world.owned = False  # torch's group may be stuck in an operation that nobody can cancel
+            # torch's group may be stuck in an operation that nobody can cancel
+            self._world.owned = False
             self._let_go()
 
     def _detach(self) -> None:
@@ -252,7 +297,9 @@ class Run:
         self._closed()
 
     def _let_go(self) -> None:
-        """Of memory. Communication has ended: nothing is queued any more that would read or write it."""
+        """Of memory. Communication has ended: nothing is queued any more that would read or
+        write it.
+        """
         self._engine.averager = None
         self._learner.replica.let_go()
 

@@ -1,4 +1,5 @@
-"""Nested state stored in a folder that is either whole or not there: safetensors plus JSON, verified when read.
+"""Nested state stored in a folder that is either whole or not there: safetensors plus JSON,
+verified when read.
 
 One stored state is a folder of three files:
 
@@ -6,8 +7,9 @@ One stored state is a folder of three files:
     state.json             everything else, with a reference where a tensor was
     manifest.json          size and xxh3-128 of the two, and of itself
 
-It is written under a temporary name, flushed to the disk and renamed, so a kill at any moment leaves either the old
-state of affairs or the new one. A reader parses only bytes whose digest it has checked. Nothing is ever pickled.
+It is written under a temporary name, flushed to the disk and renamed, so a kill at any moment
+leaves either the old state of affairs or the new one. A reader parses only bytes whose digest it
+has checked. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -28,21 +30,28 @@ from safetensors.torch import load as read_tensors
 from safetensors.torch import save as write_tensors
 
 FORMAT = 1
-TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+TENSORS = "tensors.safetensors"
+STATE = "state.json"
+MANIFEST = "manifest.json"
 TEMPORARY = ".writing-"
 
 
 class CheckpointError(Exception):
-    """A stored state could not be written, or is not what it should be; the message names the file."""
+    """A stored state could not be written, or is not what it should be; the message names the
+    file.
+    """
 
 
-# ------------------------------------------------------------------------------------------------ one stored state
+# ------------------------------------------------------------------------------------------------
+# one stored state
 
 
 def write(path: Path | str, state: Mapping[str, Any]) -> Path:
-    """Store `state` (nested dicts, lists and tuples of tensors and plain values) as the folder `path`, or raise.
+    """Store `state` (nested dicts, lists and tuples of tensors and plain values) as the folder
+    `path`, or raise.
 
-    A folder that is already there is left as it is: of several writers of the same thing the first wins.
+    A folder that is already there is left as it is: of several writers of the same thing the first
+    wins.
     """
     path = Path(path)
     tensors: dict[str, torch.Tensor] = {}
@@ -79,27 +88,37 @@ def read(path: Path | str) -> dict[str, Any]:
         tensors = read_tensors(files[TENSORS])
         state = _decode(json.loads(files[STATE]), tensors)
     except (ValueError, KeyError, safetensors.SafetensorError) as problem:
-        raise CheckpointError(f"{path}: written by something else or another version: {problem}") from problem
+        raise CheckpointError(
+            f"{path}: written by something else or another version: {problem}"
+        ) from problem
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path / STATE}: expected a dictionary at the top, got {type(state).__name__}")
+        raise CheckpointError(
+            f"{path / STATE}: expected a dictionary at the top, got {type(state).__name__}"
+        )
     return state
 
 
-# --------------------------------------------------------------------------------------- states as tensors and JSON
+# --------------------------------------------------------------------------------------- states as
+# tensors and JSON
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[Any, str]) -> Any:
-    """JSON for `value`; its tensors go to `tensors` under their key path, a tensor met twice only once."""
+    """JSON for `value`; its tensors go to `tensors` under their key path, a tensor met twice
+    only once.
+    """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if isinstance(value, torch.Tensor):
         return {"$tensor": _store(value, path, tensors, seen)}
     if type(value) is float:
-        return value if abs(value) < float("inf") else {"$float": repr(value)}  # JSON has no nan and no infinity
+        # JSON has no nan and no infinity
+        return value if abs(value) < float("inf") else {"$float": repr(value)}
     if isinstance(value, list):
         return [_encode(item, f"{path}/{i}", tensors, seen) for i, item in enumerate(value)]
     if type(value) is tuple:
-        return {"$tuple": [_encode(item, f"{path}/{i}", tensors, seen) for i, item in enumerate(value)]}
+        return {
+            "$tuple": [_encode(item, f"{path}/{i}", tensors, seen) for i, item in enumerate(value)]
+        }
     if isinstance(value, Mapping):
         items = {key: _encode(item, f"{path}/{key}", tensors, seen) for key, item in value.items()}
         if all(isinstance(key, str) and not key.startswith("$") for key in items):
@@ -113,14 +132,17 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[
     )
 
 
-def _store(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], seen: dict[Any, str]) -> str:
+def _store(
+    tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], seen: dict[Any, str]
+) -> str:
     memory = tensor.data_ptr() if tensor.numel() else id(tensor)
     identity = (tensor.device, memory, tensor.dtype, tensor.shape, tensor.stride())
     if identity not in seen:
         name = path
         while name in tensors:  # {"a/b": ...} beside {"a": {"b": ...}}
             name += "'"
-        # A copy: safetensors refuses views, and a copy of a slice does not drag the whole storage along.
+        # A copy: safetensors refuses views, and a copy of a slice does not drag the whole storage
+        # along.
         tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
         seen[identity] = name
     return seen[identity]
@@ -143,7 +165,8 @@ def _decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return {key: _decode(item, tensors) for key, item in tree.items()}
 
 
-# ------------------------------------------------------------------------------------------------ files and digests
+# ------------------------------------------------------------------------------------------------
+# files and digests
 
 
 def _fingerprint(data: bytes) -> dict[str, Any]:
@@ -160,7 +183,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     data = _read_file(path)
     try:
         content = json.loads(data.decode().split("\n")[0])
-        files, version = content["files"], content["format"]
+        files = content["files"]
+        version = content["format"]
         whole = _manifest(files) == data if version == FORMAT else True
     except (ValueError, KeyError, TypeError) as problem:
         raise CheckpointError(f"{path} is truncated or damaged ({problem})") from problem
@@ -194,7 +218,9 @@ def _write_durably(path: Path, data: bytes) -> None:
 
 
 def _fsync_folder(path: Path) -> None:
-    """Make the names in a folder durable; where folders cannot be opened (Windows) the rename has to do."""
+    """Make the names in a folder durable; where folders cannot be opened (Windows) the rename
+    has to do.
+    """
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -216,4 +242,6 @@ def _cannot_write(path: Path, size: int, problem: OSError) -> CheckpointError:
     advice = "earlier checkpoints are untouched"
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         advice += "; free some space, or keep fewer of them"
-    return CheckpointError(f"{path} ({size / 1e6:.1f} MB) could not be written: {problem.strerror}; {advice}")
+    return CheckpointError(
+        f"{path} ({size / 1e6:.1f} MB) could not be written: {problem.strerror}; {advice}"
+    )

@@ -1,4 +1,6 @@
-"""The benchmarks are scripts, not a package: make their modules and our fakes importable, here and in the ranks."""
+"""The benchmarks are scripts, not a package: make their modules and our fakes importable, here
+and in the ranks.
+"""
 
 import os
 import sys
@@ -8,4 +10,6 @@ HERE = Path(__file__).parent
 for folder in (HERE, HERE.parents[1] / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")])
+)

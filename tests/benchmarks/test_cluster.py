@@ -32,13 +32,17 @@ def cluster() -> Iterator[Cluster]:
 
 
 def run(cluster: Cluster, peer: str, **options: Any) -> Any:
-    return cluster.run(Block(peer, WORK, **{"window": 0.8, "warmup": 0.2, "deadline": 15.0, **options}))
+    return cluster.run(
+        Block(peer, WORK, **{"window": 0.8, "warmup": 0.2, "deadline": 15.0, **options})
+    )
 
 
 def test_a_slow_peer_is_measured_as_slow(cluster: Cluster) -> None:
-    free, slow = run(cluster, FREE), run(cluster, "module:fakes.slow")
+    free = run(cluster, FREE)
+    slow = run(cluster, "module:fakes.slow")
     assert free.failures == slow.failures == {}
-    assert 0.05 < slow.speed / free.speed < 0.6  # 20 ms of compute and 100 ms lost: a sixth, more where sleeps are late
+    # 20 ms of compute and 100 ms lost: a sixth, more where sleeps are late
+    assert 0.05 < slow.speed / free.speed < 0.6
 
 
 def test_a_hidden_barrier_is_caught_by_a_slow_rank(cluster: Cluster) -> None:
@@ -64,13 +68,19 @@ def test_a_block_that_others_disturbed_is_run_again_and_the_quietest_counts(
         monkeypatch.setattr(cluster, "_run", block)
 
     monkeypatch.setattr(cluster, "_tries", 3)
-    for stolen, quietest, runs in (((0.3, 0.01, 0.0), 0.01, 2), ((0.3, 0.05, 0.1), 0.05, 3), ((0.02,), 0.02, 1)):
+    for stolen, quietest, runs in (
+        ((0.3, 0.01, 0.0), 0.01, 2),
+        ((0.3, 0.05, 0.1), 0.05, 3),
+        ((0.02,), 0.02, 1),
+    ):
         outcomes(*stolen)
         assert run(cluster, FREE).stolen == quietest
         assert len(made) == runs
 
 
-def test_what_others_take_is_a_share_of_all_processors(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_take_is_a_share_of_all_processors(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = iter((100.0, 100.0 + (os.cpu_count() or 1) * 1e3))
     monkeypatch.setattr("harness.cluster.stolen_seconds", lambda: next(taken))
     begun = time.monotonic()
@@ -127,25 +137,32 @@ def test_a_rank_that_has_ended_is_told_with_its_last_words() -> None:
 @needs_root
 def test_traffic_counted_in_the_ranks_is_what_the_links_carried() -> None:
     with Cluster(2, 1) as networked:
-        networked.lab.limit(
-            0, "800mbit"
-        )  # what arrived is counted by the buckets at the switch, the harness reads the nodes'
+        # what arrived is counted by the buckets at the switch, the harness reads the nodes'
+        networked.lab.limit(0, "800mbit")
         networked.lab.limit(1, "800mbit")
         before = sum(received for _, received in networked.lab.bytes())
         block = Block(
-            "module:fakes.sender", {**WORK, "seconds": 0.01}, window=0.5, warmup=0.0, steps=100, deadline=40.0
+            "module:fakes.sender",
+            {**WORK, "seconds": 0.01},
+            window=0.5,
+            warmup=0.0,
+            steps=100,
+            deadline=40.0,
         )
         outcome = networked.run(block, bandwidth="800mbit")
         on_links = sum(received for _, received in networked.lab.bytes()) - before
     assert outcome.failures == {}
     assert outcome.bytes_sent == pytest.approx(on_links, rel=0.02)
-    assert outcome.bytes_sent == pytest.approx(
-        30 * PAYLOAD * 1514 / 1448, rel=0.02
-    )  # Ethernet, IP and TCP with time stamps
+    # Ethernet, IP and TCP with time stamps
+    assert outcome.bytes_sent == pytest.approx(30 * PAYLOAD * 1514 / 1448, rel=0.02)
 
 
-@pytest.mark.parametrize(("moments", "kept"), [([0.1, 0.2, 0.3], [1, 2]), ([1.06, 2.12], [5, 9]), ([0.25], [1])])
-def test_a_model_never_counts_for_a_moment_before_it_existed(moments: list[float], kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("moments", "kept"), [([0.1, 0.2, 0.3], [1, 2]), ([1.06, 2.12], [5, 9]), ([0.25], [1])]
+)
+def test_a_model_never_counts_for_a_moment_before_it_existed(
+    moments: list[float], kept: list[int]
+) -> None:
     seen: list[float] = []
     order = {"number": 1, "block": {"snapshots": 0.25}}
     watch = Watch(order, 0.0, seen, nn.Linear(2, 2), lambda **_: None)

@@ -31,7 +31,9 @@ def test_rewriting_one_section_leaves_the_others_and_what_lies_between(tmp_path:
     results = tmp_path / "RESULTS.md"
     for name in ("first", "second", "third"):
         common.write_section(name, f"figures of {name}", path=results)
-    results.write_text(results.read_text().replace("<!-- begin third -->", "by hand\n\n<!-- begin third -->"))
+    results.write_text(
+        results.read_text().replace("<!-- begin third -->", "by hand\n\n<!-- begin third -->")
+    )
     before = results.read_text()
     common.write_section("second", "other figures", path=results)
     assert results.read_text() == before.replace("figures of second", "other figures")

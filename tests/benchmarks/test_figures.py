@@ -14,8 +14,11 @@ def steady(count: int, seconds: float) -> list[float]:
 
 
 @given(st.integers(1, 16), st.floats(0.001, 1.0), st.floats(0.0, 5.0))
-def test_the_pace_counts_every_exchange_once_wherever_the_window_begins(period: int, step: float, pause: float) -> None:
-    moments, now = [], 0.0
+def test_the_pace_counts_every_exchange_once_wherever_the_window_begins(
+    period: int, step: float, pause: float
+) -> None:
+    moments = []
+    now = 0.0
     for number in range(1, 12 * period + 1):
         now += step + (pause if number % period == 0 else 0.0)
         moments.append(now)
@@ -56,6 +59,9 @@ def test_where_a_pace_is_not_known_nothing_is_said_of_waiting() -> None:
     assert math.isnan(figures.freedom([math.nan] * 4, [50.0, 50.0, 50.0, 5.0], slow=3))
 
 
-@given(st.lists(st.floats(0.1, 100.0), min_size=2, max_size=8), st.lists(st.floats(0.1, 100.0), min_size=8, max_size=8))
+@given(
+    st.lists(st.floats(0.1, 100.0), min_size=2, max_size=8),
+    st.lists(st.floats(0.1, 100.0), min_size=8, max_size=8),
+)
 def test_freedom_is_a_share(paces: list[float], alone: list[float]) -> None:
     assert 0.0 <= figures.freedom(paces, alone[: len(paces)], slow=0) <= 1.0

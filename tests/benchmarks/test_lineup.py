@@ -31,7 +31,9 @@ def test_no_communication_is_always_measured() -> None:
 
 
 def test_the_quick_line_up_leaves_the_slow_starters_out() -> None:
-    assert {peer.name for peer in peers.choose(full=True)} > {peer.name for peer in peers.choose(full=False)}
+    assert {peer.name for peer in peers.choose(full=True)} > {
+        peer.name for peer in peers.choose(full=False)
+    }
 
 
 def test_every_installed_peer_says_that_it_is_there() -> None:

@@ -1,4 +1,6 @@
-"""Which trainings of the large-batch grid are asked for, and that a second call goes on where the first ended."""
+"""Which trainings of the large-batch grid are asked for, and that a second call goes on where
+the first ended.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_rates_grow_with_the_batch_from_the_best_at_the_smallest() -> None:
     assert {cell.strategy for cell in asked if cell.batch == 256 and cell.seed == 2} == set(RULES)
 
 
-def test_a_second_call_trains_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_trains_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     np.savez(tmp_path / "an4.npz", rings=np.tile(np.arange(16), (5, 200, 1)), **arrays_of_speech(5))
     plan = script.Plan(Speech, (16, 32), (0.1, 0.2), "wer", 100, False)
     monkeypatch.setattr(script, "PLANS", {"an4": plan})

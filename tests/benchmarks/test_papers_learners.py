@@ -1,4 +1,6 @@
-"""Many trainings at once are the library's mathematics: the same steps as `loosestep.simulate` makes with the recipes' models."""
+"""Many trainings at once are the library's mathematics: the same steps as `loosestep.simulate`
+makes with the recipes' models.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from papers.learners import LEARNERS, RULES, Cell, Trainings
 from papers.pictures import Pictures, Shown
 from papers.speech import Speech, Spoken
 
-STEPS, RATE = 9, 0.2
+STEPS = 9
+RATE = 0.2
 CPU = torch.device("cpu")
 CLUSTER = loosestep.Cluster(compute="100ms")  # equal learners: an exchange takes less than a step
 
@@ -78,7 +81,9 @@ def arrays_of_speech(seeds: int) -> dict[str, Any]:
     arrays = {
         "frames": draw.standard_normal((lengths.sum(), 3)).astype(np.float16),
         "lengths": lengths,
-        "targets": np.array([" ".join(map(str, draw.integers(1, 5, size=draw.integers(2, 5)))) for _ in lengths]),
+        "targets": np.array(
+            [" ".join(map(str, draw.integers(1, 5, size=draw.integers(2, 5)))) for _ in lengths]
+        ),
         "test": np.array(4),
         "symbols": np.array(["", "A", "B", "C", " "]),
         **described(speech.packed(acoustic_model().state_dict())),
@@ -110,13 +115,20 @@ def spoken_loss(model: nn.Module, taken: Spoken, rank: int) -> Tensor:
     lengths = taken.lengths[0, rank]
     frames = taken.frames[0, rank].transpose(0, 1)[:, : int(lengths.max())]
     target_lengths = taken.target_lengths[0, rank]
-    units = [row[:length] for row, length in zip(taken.targets[0, rank], target_lengths, strict=True)]
-    logs = model(frames, lengths).log_softmax(-1).transpose(0, 1)  # the recipe's own loss rounds to float32
-    return nn.functional.ctc_loss(logs, torch.cat(units), lengths, target_lengths, zero_infinity=True)
+    units = [
+        row[:length] for row, length in zip(taken.targets[0, rank], target_lengths, strict=True)
+    ]
+    # the recipe's own loss rounds to float32
+    logs = model(frames, lengths).log_softmax(-1).transpose(0, 1)
+    return nn.functional.ctc_loss(
+        logs, torch.cat(units), lengths, target_lengths, zero_infinity=True
+    )
 
 
 def shown_loss(model: nn.Module, taken: Shown, rank: int) -> Tensor:
-    return nn.functional.cross_entropy(model(taken.images[0, rank].permute(0, 3, 1, 2)), taken.labels[0, rank])
+    return nn.functional.cross_entropy(
+        model(taken.images[0, rank].permute(0, 3, 1, 2)), taken.labels[0, rank]
+    )
 
 
 def by_the_library(task: Any, name: str, strategy: str) -> list[Tensor]:
@@ -145,7 +157,9 @@ def by_the_library(task: Any, name: str, strategy: str) -> list[Tensor]:
         found = speech.packed(state) if name == "speech" else state
         return torch.cat([tensor.flatten() for tensor in found.values()])
 
-    ran = loosestep.simulate(train, ranks=LEARNERS, ranks_per_node=rule.ranks_per_node, cluster=CLUSTER)
+    ran = loosestep.simulate(
+        train, ranks=LEARNERS, ranks_per_node=rule.ranks_per_node, cluster=CLUSTER
+    )
     return list(ran.results)
 
 
@@ -160,7 +174,8 @@ def test_a_training_is_what_the_library_does(name: str, strategy: str) -> None:
         ours.step(step)
     theirs = torch.stack(by_the_library(task, name, strategy))
     last = ours.models[-1]
-    # What the library has after its last step, the exchange of the step before has landed in; in ours too.
+    # What the library has after its last step, the exchange of the step before has landed in; in
+    # ours too.
     torch.testing.assert_close(last, theirs, rtol=0, atol=1e-9)
     if RULES[strategy].mixing != "none":
         assert float(ours.distance()[-1]) > 1e-4

@@ -12,7 +12,8 @@ HEAT = next(peer for peer in peers.LINEUP if peer.launcher == "mpirun")
 
 
 @pytest.mark.parametrize(
-    ("network", "reason"), [(True, "left out for time"), (False, "mpirun needs nodes with a network, here all share")]
+    ("network", "reason"),
+    [(True, "left out for time"), (False, "mpirun needs nodes with a network, here all share")],
 )
 def test_a_peer_under_mpirun_is_left_out_for_the_reason_that_holds(
     network: bool, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -27,7 +28,8 @@ def test_a_peer_that_is_not_installed_is_left_out_for_that(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("rare", "reason"), [(False, "exchanges too rarely to be timed here"), (True, "left out for time")]
+    ("rare", "reason"),
+    [(False, "exchanges too rarely to be timed here"), (True, "left out for time")],
 )
 def test_a_peer_that_exchanges_rarely_is_left_out_for_that_only_where_none_such_is_measured(
     rare: bool, reason: str, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,9 @@ def test_the_target_is_a_share_of_the_best_median_end_of_a_peer() -> None:
 
 def test_the_target_of_a_loss_lies_above_the_best() -> None:
     loss = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0, higher=False)
-    assert loss.target({"torch DDP": [[3.0, 1.9]], "decent-dp, ring": [[2.5]]}) == pytest.approx(2.0)
+    assert loss.target({"torch DDP": [[3.0, 1.9]], "decent-dp, ring": [[2.5]]}) == pytest.approx(
+        2.0
+    )
 
 
 def test_the_first_moment_at_or_past_the_target_counts() -> None:
@@ -40,7 +42,8 @@ def test_a_target_that_is_never_met_takes_for_ever() -> None:
 
 
 def test_who_is_much_later_than_the_fastest_has_one_seed() -> None:
-    fast, slow = [0.1, 0.77, 0.2, 0.2, 0.2], [0.1, 0.2, 0.3, 0.3, 0.9]
+    fast = [0.1, 0.77, 0.2, 0.2, 0.2]
+    slow = [0.1, 0.2, 0.3, 0.3, 0.9]
     assert PLAN.near({"a": fast, "b": slow, "c": [0.1, 0.7], "d": []}, 0.8) == {"a"}
     assert PLAN.near({"b": slow, "c": [0.1, 0.7], "d": []}, 0.8) == {"b"}
     assert PLAN.near({"c": [0.1, 0.7], "d": []}, 0.8) == set()
@@ -76,10 +79,14 @@ def test_a_run_that_failed_or_diverged_is_worse_than_any_other() -> None:
         assert plan.value([]) == plan.value([0.5, math.nan]) < plan.value([0.1, 9.0])
 
 
-def test_runs_of_earlier_calls_are_made_again_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_earlier_calls_are_made_again_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[tuple[str, float, float]] = []
 
-    def train(self: Any, peer: Any, bandwidth: str, lr: float, seed: int, lasts: float) -> tuple[list[float], float]:
+    def train(
+        self: Any, peer: Any, bandwidth: str, lr: float, seed: int, lasts: float
+    ) -> tuple[list[float], float]:
         made.append((bandwidth, lr, lasts))
         return [lr], 0.01
 
@@ -87,10 +94,13 @@ def test_runs_of_earlier_calls_are_made_again_only_when_asked(tmp_path: Path, mo
     monkeypatch.setattr(Trials, "_train", train)
 
     def curves(*, earlier: bool) -> list[list[float]]:
-        options = argparse.Namespace(earlier=earlier, quick=False, dry=False, peers=[], bandwidth=None)
+        options = argparse.Namespace(
+            earlier=earlier, quick=False, dry=False, peers=[], bandwidth=None
+        )
         trials, peer = Trials("digits", PLAN, None, options), find("torch DDP")  # type: ignore[arg-type]
         found = [trials.curve(peer, "100mbit", 0.1, 0, lasts) for lasts in (1.0, 2.0, 1.0)]
-        assert trials.stolen == [0.01, 0.01]  # what others took in each run, of those of earlier calls too
+        # what others took in each run, of those of earlier calls too
+        assert trials.stolen == [0.01, 0.01]
         return found
 
     assert curves(earlier=False) == [[0.1]] * 3

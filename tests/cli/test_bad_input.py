@@ -1,4 +1,6 @@
-"""Files that are wrong, as a user of the commands meets them: one line that names the file, and nothing is lost."""
+"""Files that are wrong, as a user of the commands meets them: one line that names the file, and
+nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -62,18 +64,32 @@ def cut(path: str, size: int) -> Callable[[], None]:
         (sphinx, cut("data/feat/bob/b1.mfc", 100), "data/feat/bob/b1.mfc is truncated or damaged"),
         (sphinx, cut("data/etc/my_train.fileids", 0), "data/etc/my_train.fileids is empty"),
         (sphinx, cut("data/etc/my_test.fileids", 0), "data/etc/my_test.fileids is empty"),
-        (sphinx, lambda: Path("data/feat/ann/a1.mfc").unlink(), "data/feat/ann/a1.mfc cannot be read: No such file"),
-        (wavs, lambda: write_wav(Path("data/bob/2.wav"), rate=8000), "data/bob/2.wav has 1 channels of 16 bits at 8000 Hz"),
+        (
+            sphinx,
+            lambda: Path("data/feat/ann/a1.mfc").unlink(),
+            "data/feat/ann/a1.mfc cannot be read: No such file",
+        ),
+        (
+            wavs,
+            lambda: write_wav(Path("data/bob/2.wav"), rate=8000),
+            "data/bob/2.wav has 1 channels of 16 bits at 8000 Hz",
+        ),
         (wavs, lambda: write_wav(Path("data/bob/2.wav"), samples=0), "data/bob/2.wav has length 0"),
-        (wavs, lambda: write_wav(Path("data/bob/2.wav"), samples=500), "data/bob/2.wav is too short for its transcript"),
+        (
+            wavs,
+            lambda: write_wav(Path("data/bob/2.wav"), samples=500),
+            "data/bob/2.wav is too short for its transcript",
+        ),
         (wavs, cut("data/bob/2.wav", 3000), "data/bob/2.wav is truncated"),
         (
             wavs,
-            lambda: Path("data/transcripts.tsv").write_text("ann/1.wav\tone\ttrain\nbob/2.wav\tzwölf\ttest\n"),
+            lambda: Path("data/transcripts.tsv").write_text(
+                "ann/1.wav\tone\ttrain\nbob/2.wav\tzwölf\ttest\n"
+            ),
             "data/transcripts.tsv:2: unknown character 'Ö'",
         ),
     ],
-)  # fmt: skip
+)
 def test_speech_that_is_wrong_is_one_line_with_the_file(
     make: Callable[[], None], spoil: Callable[[], object], message: str
 ) -> None:
@@ -85,15 +101,25 @@ def test_speech_that_is_wrong_is_one_line_with_the_file(
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda: np.save("data/labels/bob/b1.npy", np.full(30, 7)), "bob/b1.mfc: frame label 7 is out of range, expected 0..3"),
-        (lambda: np.save("data/labels/bob/b1.npy", np.zeros(29, np.int64)), "bob/b1.npy: expected 30 whole numbers"),
+        (
+            lambda: np.save("data/labels/bob/b1.npy", np.full(30, 7)),
+            "bob/b1.mfc: frame label 7 is out of range, expected 0..3",
+        ),
+        (
+            lambda: np.save("data/labels/bob/b1.npy", np.zeros(29, np.int64)),
+            "bob/b1.npy: expected 30 whole numbers",
+        ),
         (cut("data/labels/bob/b1.npy", 0), "bob/b1.npy cannot be read as frame labels"),
     ],
-)  # fmt: skip
-def test_a_wrong_frame_label_is_one_line_with_the_file(spoil: Callable[[], object], message: str) -> None:
+)
+def test_a_wrong_frame_label_is_one_line_with_the_file(
+    spoil: Callable[[], object], message: str
+) -> None:
     sphinx()
     spoil()
-    assert message in refused("train", "acoustic", "--data", "data", "--set", "loss=frames", "--set", "outputs=4")
+    assert message in refused(
+        "train", "acoustic", "--data", "data", "--set", "loss=frames", "--set", "outputs=4"
+    )
 
 
 def test_a_picture_of_an_unknown_class_is_one_line_with_the_file() -> None:
@@ -115,7 +141,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept() -> None:
     result = CliRunner().invoke(app, ["resume", "runs/run", "--gradients", "16"])
     assert result.exit_code == 1
     assert re.search(
-        r"generation-0 is a checkpoint of another model: .* is \(8, 4\) there and \(5, 4\) here", result.output
+        r"generation-0 is a checkpoint of another model: .* is \(8, 4\) there and \(5, 4\) here",
+        result.output,
     )
     assert "Traceback" not in result.output
     assert sorted(folder.generation(0).rglob("*.safetensors")) == kept
@@ -126,7 +153,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for a run and its report, and little more."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("needs to mount a file system (root)")
     try:
@@ -149,15 +178,20 @@ def test_a_full_disk_ends_the_run_with_one_line_and_it_can_be_resumed(small_disk
         "--set",
         "pause=0.03",
     ]
-    with warm.command(*train, "--evaluate-every", "20", "--name", "run", "--runs", small_disk) as job:
+    with warm.command(
+        *train, "--evaluate-every", "20", "--name", "run", "--runs", small_disk
+    ) as job:
         job.ranks[0].expect("0/60 gradients")
         filler = small_disk / "filler"
         with contextlib.suppress(OSError):  # the run has taken some of it meanwhile
             filler.write_bytes(bytes(shutil.disk_usage(small_disk).free))
         assert job.wait(timeout=60).returncodes == (1,)
-    _, *said = [line for line in job.ranks[0].output if "gradients/s" not in line]  # the first says what begins
+    # the first says what begins
+    _, *said = [line for line in job.ranks[0].output if "gradients/s" not in line]
     assert len(said) == 1, said
-    assert re.search(rf"{small_disk}/run/\S+ .*could not be written: No space left on device", said[0])
+    assert re.search(
+        rf"{small_disk}/run/\S+ .*could not be written: No space left on device", said[0]
+    )
     filler.unlink()
     resumed = CliRunner().invoke(app, ["resume", str(small_disk / "run")])
     assert resumed.exit_code == 0, resumed.output

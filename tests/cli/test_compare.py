@@ -33,11 +33,24 @@ def test_a_comparison_is_one_table_and_one_report_and_goes_on_where_it_was() -> 
         "nodes is 1 there and 2",
     ):
         assert difference in other
-    assert re.search(r"page\.html \(\d\.\d MB\)", loosestep("report", "runs/both", "-o", "page.html"))
+    assert re.search(
+        r"page\.html \(\d\.\d MB\)", loosestep("report", "runs/both", "-o", "page.html")
+    )
 
 
 def test_seeds_that_diverged_are_in_the_table_and_are_not_tried_again() -> None:
-    arguments = ["compare", TINY, "--strategies", "allreduce", "--seeds", "2", "--gradients", "8", "--name", "odd"]
+    arguments = [
+        "compare",
+        TINY,
+        "--strategies",
+        "allreduce",
+        "--seeds",
+        "2",
+        "--gradients",
+        "8",
+        "--name",
+        "odd",
+    ]
     output = loosestep(*arguments, "--set", "breaks=1")
     assert "allreduce, seed 1: diverged" in output
     assert re.search(r"allreduce \(1 of 2 runs diverged\) +\d+\.\d %", output)
@@ -49,30 +62,68 @@ def test_seeds_that_diverged_are_in_the_table_and_are_not_tried_again() -> None:
 
 
 def test_a_comparison_of_which_all_runs_diverged_fails_and_says_so_in_the_report() -> None:
-    arguments = ["compare", TINY, "--strategies", "allreduce", "--seeds", "1", "--gradients", "8", "--name", "none"]
+    arguments = [
+        "compare",
+        TINY,
+        "--strategies",
+        "allreduce",
+        "--seeds",
+        "1",
+        "--gradients",
+        "8",
+        "--name",
+        "none",
+    ]
     assert "every run diverged" in loosestep(*arguments, "--set", "scale=nan", code=2)
     assert "allreduce: diverged" in Path("runs/none/report.html").read_text()
 
 
 def test_a_comparison_that_failed_says_how_it_goes_on_and_does() -> None:
-    arguments = ["compare", TINY, "--strategies", "allreduce", "--seeds", "1", "--gradients", "8", "--name", "broken"]
+    arguments = [
+        "compare",
+        TINY,
+        "--strategies",
+        "allreduce",
+        "--seeds",
+        "1",
+        "--gradients",
+        "8",
+        "--name",
+        "broken",
+    ]
     flag = Path("flag").absolute()
     flag.touch()
     output = loosestep(*arguments, "--set", f"fails={flag}", code=2)
-    assert "rank 0 on node 0: the flag is set; the same command with --name broken goes on from there" in output
+    assert (
+        "rank 0 on node 0: the flag is set; the same command with --name broken goes on from there"
+        in output
+    )
     assert Path("runs/broken/allreduce-seed0/report.html").is_file()
     flag.unlink()
     assert re.search(r"allreduce +\d+\.\d %", loosestep(*arguments, "--set", f"fails={flag}"))
 
 
 def test_a_search_gives_each_strategy_its_best_learning_rate() -> None:
-    arguments = ["compare", TINY, "--strategies", "allreduce", "--seeds", "1", "--gradients", "16", "--lr-search"]
+    arguments = [
+        "compare",
+        TINY,
+        "--strategies",
+        "allreduce",
+        "--seeds",
+        "1",
+        "--gradients",
+        "16",
+        "--lr-search",
+    ]
     output = loosestep(*arguments, "--name", "searched")
     found = json.loads(Path("runs/searched/search.jsonl").read_text())
     tried = dict(found["tried"])
     assert {0.15, 0.3, 0.6} <= tried.keys()  # the recipe's own, and its neighbours
     assert tried[found["best"]] == max(tried.values())
-    trials = [Outcome.read(RunFolder(path.parent)) for path in Path("runs/searched/search").glob("*/config.toml")]
+    trials = [
+        Outcome.read(RunFolder(path.parent))
+        for path in Path("runs/searched/search").glob("*/config.toml")
+    ]
     assert {trial.config.lr: trial.quality for trial in trials} == tried
     assert {trial.gradients for trial in trials} == {4}
     assert f"allreduce: learning rate {found['best']:.3g}" in output

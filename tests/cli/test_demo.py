@@ -16,13 +16,24 @@ from loosestep.cli import app
 from loosestep.lab import LabError
 
 pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
-demo = importlib.import_module("loosestep.cli.demo")  # in the package this is the name of the command
+# in the package this is the name of the command
+demo = importlib.import_module("loosestep.cli.demo")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_trains_says_what_it_heard_and_leaves_a_report() -> None:
-    arguments = ["demo", "--no-network", "--no-browser", "--strategies", "daso", "--utterances", "16", "--epochs", "4"]
+    arguments = [
+        "demo",
+        "--no-network",
+        "--no-browser",
+        "--strategies",
+        "daso",
+        "--utterances",
+        "16",
+        "--epochs",
+        "4",
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert re.search(r"daso +\d+\.\d % → .* %\n", result.output)
@@ -34,7 +45,11 @@ def test_the_demo_trains_says_what_it_heard_and_leaves_a_report() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--bandwidth", "fast"], "fast"), (["--strategies", "dasso"], "did you mean"), (["--utterances", "0"], "8")],
+    [
+        (["--bandwidth", "fast"], "fast"),
+        (["--strategies", "dasso"], "did you mean"),
+        (["--utterances", "0"], "8"),
+    ],
 )
 def test_a_mistake_is_told_before_anything_starts(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["demo", *arguments])
@@ -43,7 +58,9 @@ def test_a_mistake_is_told_before_anything_starts(arguments: list[str], message:
     assert not Path("runs").exists()
 
 
-def test_without_network_namespaces_the_demo_goes_on_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_namespaces_the_demo_goes_on_and_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise LabError("needs root")
 
@@ -53,7 +70,9 @@ def test_without_network_namespaces_the_demo_goes_on_and_says_what_is_missing(mo
     assert "needs root" in said.getvalue()
 
 
-def test_a_browser_is_opened_only_where_there_is_a_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_browser_is_opened_only_where_there_is_a_window(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or True)
     monkeypatch.setattr("sys.platform", "linux")

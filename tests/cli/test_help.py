@@ -25,7 +25,9 @@ def test_help_names_every_strategy_with_its_fields(page: str) -> None:
     for name, (kind, make) in STRATEGIES.items():
         told = re.search(rf"^ +{name} .*\n(?: {{17}}.*\n)*", page, re.MULTILINE)
         assert told, name
-        assert make is not kind or all(f"{field.name}=" in told[0] for field in fields(kind)), told[0]
+        assert make is not kind or all(f"{field.name}=" in told[0] for field in fields(kind)), told[
+            0
+        ]
 
 
 def test_help_tells_the_layouts_of_data_and_the_signature_of_a_recipe(page: str) -> None:
@@ -66,7 +68,9 @@ def offered(line: str) -> list[str]:
         ("loosestep train --set ce", []),
     ],
 )
-def test_tab_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, completions: list[str]) -> None:
+def test_tab_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, completions: list[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for file in ("mine.py", "notes.txt", "folder/other.py", "folder/data.csv"):
@@ -74,7 +78,6 @@ def test_tab_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: st
     assert offered(line) == completions
 
 
-def test_the_last_of_several_strategies_is_completed() -> (
-    None
-):  # bash itself parts words at : and =, other shells do not
+# bash itself parts words at : and =, other shells do not
+def test_the_last_of_several_strategies_is_completed() -> None:
     assert completion.strategies("daso:period=4,delay=1,loc") == ["daso:period=4,delay=1,localsgd"]

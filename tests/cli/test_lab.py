@@ -29,11 +29,43 @@ def _needs_namespaces() -> None:
 
 def test_a_run_ends_with_the_tables_of_links_and_ranks() -> None:
     code = "import os; print('node', os.environ['GROUP_RANK'], os.environ['GLOO_SOCKET_IFNAME'])"
-    options = ["--nodes", "2", "--ranks-per-node", "2", "--bandwidth", "100mbit", "--link", "0-1=50mbit"]
-    faults = ["--slow", "1:2x", "--kill", "3@50s", "--stop", "2@50s:1s", "--partition", "0/1@50s:1s"]
-    arguments = [*COMMAND, *options, *faults, "--delay", "1ms", "--loss", "0.1%", "--", sys.executable, "-c", code]
+    options = [
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "2",
+        "--bandwidth",
+        "100mbit",
+        "--link",
+        "0-1=50mbit",
+    ]
+    faults = [
+        "--slow",
+        "1:2x",
+        "--kill",
+        "3@50s",
+        "--stop",
+        "2@50s:1s",
+        "--partition",
+        "0/1@50s:1s",
+    ]
+    arguments = [
+        *COMMAND,
+        *options,
+        *faults,
+        "--delay",
+        "1ms",
+        "--loss",
+        "0.1%",
+        "--",
+        sys.executable,
+        "-c",
+        code,
+    ]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
-    assert sorted(done.stdout.splitlines()) == [f"[n{rank // 2} r{rank}] node {rank // 2} eth0" for rank in range(4)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"[n{rank // 2} r{rank}] node {rank // 2} eth0" for rank in range(4)
+    ]
     assert done.returncode == 0, done.stderr
     for text in (
         "rate Mbit/s",
@@ -77,14 +109,29 @@ def test_bad_options_get_one_line_with_the_grammar(arguments: list[str], message
     assert len(result.output.splitlines()) == 1
 
 
-def test_a_missing_script_gets_one_line_and_no_network_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_script_gets_one_line_and_no_network_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("loosestep.cli.lab.Lab", None)
     result = CliRunner().invoke(app, ["lab", "--", "missing.py"])
-    assert (result.exit_code, result.output.splitlines()) == (2, ["loosestep: no script missing.py"])
+    assert (result.exit_code, result.output.splitlines()) == (
+        2,
+        ["loosestep: no script missing.py"],
+    )
 
 
 def test_without_a_network_ranks_and_faults_are_the_same() -> None:
-    arguments = ["--no-network", "--nodes", "2", "--kill", "1@0s", "--", "sh", "-c", "test $RANK = 0 || sleep 60"]
+    arguments = [
+        "--no-network",
+        "--nodes",
+        "2",
+        "--kill",
+        "1@0s",
+        "--",
+        "sh",
+        "-c",
+        "test $RANK = 0 || sleep 60",
+    ]
     result = CliRunner().invoke(app, ["lab", *arguments])
     assert result.exit_code == 128 + signal.SIGKILL
     assert "rate Mbit/s" not in result.output
@@ -108,7 +155,9 @@ def test_whoever_is_late_is_shown_and_the_tables_come_all_the_same(
 
     monkeypatch.setattr(Lab, "wait_for_start", wait_for_start)
     options = ["--no-network", "--timeout", seconds, "--start-timeout", "7"]
-    result = CliRunner().invoke(app, ["lab", *options, "--", "sh", "-c", "echo begun; exec sleep 60"])
+    result = CliRunner().invoke(
+        app, ["lab", *options, "--", "sh", "-c", "echo begun; exec sleep 60"]
+    )
     assert result.exit_code == 124
     assert ("still running after" if missing is None else f"{missing} after 7 s") in result.output
     assert "CPU s" in result.output
@@ -118,8 +167,20 @@ def test_whoever_is_late_is_shown_and_the_tables_come_all_the_same(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_leave_nothing(number: signal.Signals) -> None:
     code = "import os, signal; print('rank', os.getpid(), flush=True); signal.pause()"
-    arguments = [*COMMAND, "--bandwidth", "10mbit", "--delay", "1ms", "--", sys.executable, "-c", code]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    arguments = [
+        *COMMAND,
+        "--bandwidth",
+        "10mbit",
+        "--delay",
+        "1ms",
+        "--",
+        sys.executable,
+        "-c",
+        code,
+    ]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(2)]
         process.send_signal(number)
@@ -136,7 +197,9 @@ def test_ctrl_c_and_sigterm_leave_nothing(number: signal.Signals) -> None:
 
 
 def test_after_kill_9_of_the_lab_clean_removes_what_is_left() -> None:
-    """A rank dies with its lab; a process it sent off into a session of its own does not, and keeps the network alive."""
+    """A rank dies with its lab; a process it sent off into a session of its own does not, and
+    keeps the network alive.
+    """
     child = "import os, signal; print('stray', os.getpid(), flush=True); signal.pause()"
     code = (
         "import subprocess, sys, os, signal\n"
@@ -144,7 +207,19 @@ def test_after_kill_9_of_the_lab_clean_removes_what_is_left() -> None:
         f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
         "signal.pause()\n"
     )
-    arguments = [*COMMAND, "--nodes", "1", "--bandwidth", "10mbit", "--delay", "1ms", "--", sys.executable, "-c", code]
+    arguments = [
+        *COMMAND,
+        "--nodes",
+        "1",
+        "--bandwidth",
+        "10mbit",
+        "--delay",
+        "1ms",
+        "--",
+        sys.executable,
+        "-c",
+        code,
+    ]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = {}
@@ -157,7 +232,9 @@ def test_after_kill_9_of_the_lab_clean_removes_what_is_left() -> None:
         process.send_signal(signal.SIGKILL)
     assert select.select([handles["rank"]], [], [], 10)[0], "the rank outlived its lab"
     deadline = time.monotonic() + 10  # the wire notices by itself that its lab is gone
-    while (left := [left.pid for left in leftovers.find() if left.owner == process.pid]) != [pids["stray"]]:
+    while (left := [left.pid for left in leftovers.find() if left.owner == process.pid]) != [
+        pids["stray"]
+    ]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
     result = CliRunner().invoke(app, ["lab", "clean"])

@@ -17,14 +17,24 @@ COMMAND = [sys.executable, "-c", "from loosestep.cli import main; main()"]
 
 
 def loosestep(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_output_is_prefixed_arguments_pass_untouched_and_failures_are_named(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys\nprint(*sys.argv[1:])\nsys.exit(int(os.environ['RANK']) == 2 and 5)\n")
-    done = loosestep("launch", "--nodes", "2", "--ranks-per-node", "2,1", str(script), "--nodes", "7", "-x")
-    assert sorted(done.stdout.splitlines()) == ["[n0 r0] --nodes 7 -x", "[n0 r1] --nodes 7 -x", "[n1 r2] --nodes 7 -x"]
+    script.write_text(
+        "import os, sys\nprint(*sys.argv[1:])\nsys.exit(int(os.environ['RANK']) == 2 and 5)\n"
+    )
+    done = loosestep(
+        "launch", "--nodes", "2", "--ranks-per-node", "2,1", str(script), "--nodes", "7", "-x"
+    )
+    assert sorted(done.stdout.splitlines()) == [
+        "[n0 r0] --nodes 7 -x",
+        "[n0 r1] --nodes 7 -x",
+        "[n1 r2] --nodes 7 -x",
+    ]
     assert done.returncode == 5
     assert re.search(r"1 of 3 ranks failed \(rank 2 on node 1: exit code 5\)", done.stderr)
 
@@ -39,7 +49,9 @@ def test_a_signal_ends_the_ranks_gently_and_leaves_nothing(number: signal.Signal
         "except KeyboardInterrupt: print('asked', flush=True)\n"
     )
     arguments = [*COMMAND, "launch", "--ranks-per-node", "2", sys.executable, "-c", code]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
         handles = [os.pidfd_open(pid) for pid in pids]
@@ -57,7 +69,10 @@ def test_a_signal_ends_the_ranks_gently_and_leaves_nothing(number: signal.Signal
     [
         (["missing.py"], "no script missing.py"),
         (["-m", "missing_module"], "no module named missing_module"),
-        (["--ranks-per-node", "two", "true"], "must be a number (2) or one per node (3,2), got 'two'"),
+        (
+            ["--ranks-per-node", "two", "true"],
+            "must be a number (2) or one per node (3,2), got 'two'",
+        ),
         (["--nodes", "2", "--ranks-per-node", "1,2,3", "true"], "3 numbers of ranks"),
         (["--nodes", "1000", "true"], "at most 256"),
     ],

@@ -20,17 +20,23 @@ TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:recipe"
 
 
 def loosestep(*arguments: object, code: int = 0) -> str:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, [str(argument) for argument in arguments]
+    )
     assert result.exit_code == code, result.output
     return result.output
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Path:
-    """A run of two processes under gossip, whose learning rate follows losses that were read when they came."""
+    """A run of two processes under gossip, whose learning rate follows losses that were read
+    when they came.
+    """
     runs = tmp_path_factory.mktemp("runs")
     budget = ["--nodes", "2", "--gradients", "80", "--set", "batch=48", "--set", "pause=0.002"]
-    loosestep("train", TINY, "--strategy", "adpsgd", *budget, "--record", "--name", "run", "--runs", runs)
+    loosestep(
+        "train", TINY, "--strategy", "adpsgd", *budget, "--record", "--name", "run", "--runs", runs
+    )
     return runs / "run"
 
 
@@ -43,7 +49,8 @@ def run(recorded: Path, tmp_path: Path) -> Path:
 def test_a_run_is_identical_on_processes(recorded: Path) -> None:
     output = loosestep("replay", recorded)
     found = re.search(
-        r"bit for bit identical at (\d+) steps of 2 ranks, and at the end \((\d+) steps were made\)", output
+        r"bit for bit identical at (\d+) steps of 2 ranks, and at the end \((\d+) steps were made\)",
+        output,
     )
     assert found
     assert 2 <= int(found[1]) <= int(found[2])
@@ -56,7 +63,9 @@ def test_a_run_is_identical_in_one_process(recorded: Path) -> None:
 
 def test_a_replay_stops_where_it_is_told_and_leaves_the_state_of_that_step(run: Path) -> None:
     output = loosestep("replay", run, "--in-process", "--until", "rank=1,step=7")
-    found = re.search(r"rank 1 after step 7: loss \d\.\d+, parameters have the digest ([0-9a-f]{16})", output)
+    found = re.search(
+        r"rank 1 after step 7: loss \d\.\d+, parameters have the digest ([0-9a-f]{16})", output
+    )
     assert found
     state = checkpoint.read(run / "replay" / "rank-1-step-7")
     assert f"{digest_of(state['model'].values()):016x}" == found[1]
@@ -68,7 +77,10 @@ def test_another_training_is_told_from_the_recorded_one_with_rank_and_step(run: 
     config = run / "recording" / "config.toml"
     config.write_text(config.read_text().replace("[options]\n", "[options]\nscale = 1.0001\n"))
     output = loosestep("replay", run, "--in-process", code=1)
-    assert re.search(r"rank \d differs at step 1: its parameters have the digest [0-9a-f]{16}, recorded was", output)
+    assert re.search(
+        r"rank \d differs at step 1: its parameters have the digest [0-9a-f]{16}, recorded was",
+        output,
+    )
 
 
 def test_one_changed_weight_is_found_although_the_file_is_in_order(run: Path) -> None:
@@ -80,12 +92,19 @@ def test_one_changed_weight_is_found_although_the_file_is_in_order(run: Path) ->
     again = Recorder(run / "recording", 1, recording.header)
     for body in bodies:
         again.write(body)
-    assert re.search(r"rank \d differs at step \d+.*identical up to", loosestep("replay", run, "--in-process", code=1))
+    assert re.search(
+        r"rank \d differs at step \d+.*identical up to",
+        loosestep("replay", run, "--in-process", code=1),
+    )
 
 
 def _folds_that_matter(kinds: list[int]) -> list[int]:
-    """Where values were taken after this rank had moved on: two that have just been averaged are equal, whatever the weight."""
-    moved, taken, folds = False, False, []
+    """Where values were taken after this rank had moved on: two that have just been averaged are
+    equal, whatever the weight.
+    """
+    moved = False
+    taken = False
+    folds = []
     for place, kind in enumerate(kinds):
         moved |= kind == Kind.LANDED
         taken |= moved and kind == Kind.TAKE
@@ -121,4 +140,5 @@ def test_a_resumed_run_says_that_it_is_not_recorded_any_more(run: Path) -> None:
     output = loosestep("resume", run, "--gradients", "96")
     assert "from here on the run is not recorded" in output
     assert [rank_file(run / "recording", rank).read_bytes() for rank in (0, 1)] == before
-    assert "bit for bit identical" in loosestep("replay", run, "--in-process")  # of the part that was recorded
+    # of the part that was recorded
+    assert "bit for bit identical" in loosestep("replay", run, "--in-process")

@@ -22,9 +22,23 @@ def simulate(*arguments: str, code: int = 0) -> str:
 
 def test_a_recipe_is_trained_on_virtual_ranks_and_reported(tmp_path: Path) -> None:
     said = simulate(
-        "--strategy", "adpsgd:topology=random-ring", "--nodes", "4", "--ranks-per-node", "2", "--gradients", "160",
-        "--compute", "100ms", "--slow", "3:10x", "--kill", "5@1s", "--name", "eight",
-    )  # fmt: skip
+        "--strategy",
+        "adpsgd:topology=random-ring",
+        "--nodes",
+        "4",
+        "--ranks-per-node",
+        "2",
+        "--gradients",
+        "160",
+        "--compute",
+        "100ms",
+        "--slow",
+        "3:10x",
+        "--kill",
+        "5@1s",
+        "--name",
+        "eight",
+    )
     folder = RunFolder(tmp_path / "runs" / "eight")
     assert "on 8 virtual ranks" in said
     assert "66 per second" in said  # six at ten a second, one at one, one that is killed after ten
@@ -37,14 +51,24 @@ def test_a_recipe_is_trained_on_virtual_ranks_and_reported(tmp_path: Path) -> No
 
 
 def test_a_simulation_that_diverged_leaves_a_report_too(tmp_path: Path) -> None:
-    said = simulate("--gradients", "8", "--compute", "1ms", "--set", "scale=nan", "--name", "odd", code=2)
+    said = simulate(
+        "--gradients", "8", "--compute", "1ms", "--set", "scale=nan", "--name", "odd", code=2
+    )
     assert "training loss is nan" in said
     assert "daso: diverged" in (tmp_path / "runs/odd/report.html").read_text()
 
 
 def test_timing_only_trains_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     said = simulate(
-        "--nodes", "64", "--ranks-per-node", "4", "--timing-only", "--compute", "100ms", "--gradients", "5120"
+        "--nodes",
+        "64",
+        "--ranks-per-node",
+        "4",
+        "--timing-only",
+        "--compute",
+        "100ms",
+        "--gradients",
+        "5120",
     )
     assert "ranks 256" in said
     assert "of the speed without communication" in said

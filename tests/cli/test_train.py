@@ -28,15 +28,30 @@ pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
         (["train", "vision", "--batch", "0"], "option batch must be at least 1, got 0"),
         (["train", "vision", "--data", "nowhere"], "nowhere"),
         (["train", "acoustic", "--data", "empty"], "empty"),
-        (["train", "vision", "--device", "abacus"], "--device must be cpu, cuda or cuda:N, got 'abacus'"),
-        (["train", "vision", "--device", "meta"], "--device must be cpu, cuda or cuda:N, got 'meta'"),
+        (
+            ["train", "vision", "--device", "abacus"],
+            "--device must be cpu, cuda or cuda:N, got 'abacus'",
+        ),
+        (
+            ["train", "vision", "--device", "meta"],
+            "--device must be cpu, cuda or cuda:N, got 'meta'",
+        ),
         (["train", "vision", "--device", "cuda:99"], "--device cuda:99: this machine has"),
-        (["train", "vision", "--config", "nowhere.toml"], "nowhere.toml cannot be read: No such file"),
-        (["train", "vision", "--gradients", "9", "--epochs", "1"], "--gradients or --epochs, not both"),
+        (
+            ["train", "vision", "--config", "nowhere.toml"],
+            "nowhere.toml cannot be read: No such file",
+        ),
+        (
+            ["train", "vision", "--gradients", "9", "--epochs", "1"],
+            "--gradients or --epochs, not both",
+        ),
         (["train", TINY, "--set", "wrong=1"], "option wrong is wrong"),
         (["train", TINY, "--bandwidth", "fast", "--name", "x"], "--bandwidth fast: "),
         (["compare", TINY, "--bandwidth", "fast", "--name", "x"], "--bandwidth fast: "),
-        (["train", TINY, "--set", "schedule=cosine"], "schedule must be one of constant, warm-up, one-cycle, plateau"),
+        (
+            ["train", TINY, "--set", "schedule=cosine"],
+            "schedule must be one of constant, warm-up, one-cycle, plateau",
+        ),
         (["train", TINY, "--set", "batch=0"], "batch must be at least 1, got 0"),
         (["compare", "vision", "--strategies", "daso,dasso"], "unknown strategy 'dasso'"),
         (["compare", "vision", "--strategies", "daso,daso"], "must name different strategies"),
@@ -44,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("own_folder", "warm_ranks")
         (["report", "empty"], "empty is not a run: there is no config.toml in it"),
         (["resume", "nowhere"], "nowhere does not exist"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_clear_line(arguments: list[str], message: str) -> None:
     Path("empty").mkdir()
     output = loosestep(*arguments, code=2)
@@ -61,7 +76,9 @@ def test_options_of_a_recipe_are_listed() -> None:
 
 @pytest.mark.slow
 def test_a_run_that_diverged_leaves_a_report_too() -> None:
-    output = loosestep("train", TINY, "--gradients", "8", "--set", "scale=nan", "--name", "odd", code=1)
+    output = loosestep(
+        "train", TINY, "--gradients", "8", "--set", "scale=nan", "--name", "odd", code=1
+    )
     assert "training loss is nan" in output
     assert "Report: runs/odd/report.html" in output
     assert "daso: diverged" in Path("runs/odd/report.html").read_text()
@@ -70,9 +87,29 @@ def test_a_run_that_diverged_leaves_a_report_too() -> None:
 
 @pytest.mark.slow
 def test_under_torchrun_the_given_ranks_train() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    train = ["-m", "loosestep.cli", "train", TINY, "--strategy", "allreduce", "--gradients", "24", "--name", "given"]
-    done = subprocess.run([*torchrun, *train], capture_output=True, text=True, timeout=110, check=False)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    train = [
+        "-m",
+        "loosestep.cli",
+        "train",
+        TINY,
+        "--strategy",
+        "allreduce",
+        "--gradients",
+        "24",
+        "--name",
+        "given",
+    ]
+    done = subprocess.run(
+        [*torchrun, *train], capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"accuracy \d+\.\d %  24 gradients", done.stdout)
     folder = RunFolder(Path("runs/given"))
@@ -84,7 +121,12 @@ def test_under_torchrun_the_given_ranks_train() -> None:
 @pytest.fixture
 def given_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is rank 0 of two, by another launcher."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "GROUP_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -97,7 +139,9 @@ def test_another_launcher_must_give_as_many_ranks_as_before_and_a_name() -> None
     assert message in loosestep("train", TINY, "--name", "given", code=2)
     assert "give --name" in loosestep("train", TINY, code=2)
     assert "starts its own processes" in loosestep("compare", TINY, code=2)
-    assert "leave it out" in loosestep("train", TINY, "--name", "new", "--bandwidth", "1gbit", code=2)
+    assert "leave it out" in loosestep(
+        "train", TINY, "--name", "new", "--bandwidth", "1gbit", code=2
+    )
 
 
 @pytest.mark.usefixtures("given_two_nodes")
@@ -107,6 +151,9 @@ def test_under_another_launcher_a_run_is_not_continued_with_other_settings() -> 
     before.write(Path("runs/given/config.toml"))
     common = ["train", TINY, "--gradients", "24", "--name", "given"]
     output = loosestep(*common, "--set", "hidden=5", "--strategy", "adpsgd", "--lr", "0.1", code=2)
-    assert "runs/given is a run with other settings: strategy is daso there and adpsgd now; lr is not given" in output
+    assert (
+        "runs/given is a run with other settings: strategy is daso there and adpsgd now; lr is "
+        "not given" in output
+    )
     assert "options is {'hidden': '5'} there and {} now" in loosestep(*common, code=2)
     assert RunFolder(Path("runs/given")).config() == before

@@ -23,10 +23,14 @@ def mesh(topology: Topology = GRID, device: str = "cpu") -> DeviceMesh:
 
 
 def grid() -> DeviceMesh:
-    """Two axes inside the node: data parallel (of one rank with 2 nodes of 2, of two with 2 of 4) and tensor parallel."""
+    """Two axes inside the node: data parallel (of one rank with 2 nodes of 2, of two with 2 of
+    4) and tensor parallel.
+    """
     if "grid" not in MESHES:
         rows = dist.get_world_size() // 4
-        MESHES["grid"] = init_device_mesh("cpu", (2, rows, 2), mesh_dim_names=("nodes", "rows", "columns"))
+        MESHES["grid"] = init_device_mesh(
+            "cpu", (2, rows, 2), mesh_dim_names=("nodes", "rows", "columns")
+        )
     return MESHES["grid"]
 
 
@@ -35,7 +39,9 @@ class Net(nn.Module):
 
     def __init__(self, *, width: int = 5, norm: bool = False) -> None:
         super().__init__()
-        self.first, self.second, self.out = nn.Linear(3, width), nn.Linear(width, 4), nn.Linear(4, 1)
+        self.first = nn.Linear(3, width)
+        self.second = nn.Linear(width, 4)
+        self.out = nn.Linear(4, 1)
         self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
@@ -59,18 +65,35 @@ def build(
     if inside == "ddp":
         return DistributedDataParallel(model, process_group=mesh(topology, device).get_group())
     if inside in ("fsdp", "offload", "fsdp, computing in bfloat16"):
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
-        offload = CPUOffloadPolicy(pin_memory=device != "cpu") if inside == "offload" else OffloadPolicy()
-        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "bfloat16" in inside else MixedPrecisionPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=device != "cpu") if inside == "offload" else OffloadPolicy()
+        )
+        low = (
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            if "bfloat16" in inside
+            else MixedPrecisionPolicy()
+        )
         for part in (model.first, model):
             fully_shard(part, mesh=mesh(topology, device), offload_policy=offload, mp_policy=low)
     if inside in ("tensor", "grid"):
         from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         columns = mesh() if inside == "tensor" else grid()["columns"]
-        parallelize_module(model, columns, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        parallelize_module(
+            model, columns, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        )
         if inside == "grid":
             fully_shard(model, mesh=grid()["rows"])
     return model
@@ -85,7 +108,9 @@ def whole(model: nn.Module) -> torch.Tensor:
 
 
 def batch(rank: int, step: int, inside: str, device: str = "cpu") -> torch.Tensor:
-    """Each rank its own data; under tensor parallelism a node has one stream, of both its ranks' data."""
+    """Each rank its own data; under tensor parallelism a node has one stream, of both its ranks'
+    data.
+    """
     if inside in ("tensor", "grid"):
         head = rank // 2 * 2
         return torch.cat([batch(r, step, "", device) for r in (head, head + 1)])

@@ -1,4 +1,5 @@
-"""A training script for fault tests: trains until told to stop, says what happens, one JSON line at a time.
+"""A training script for fault tests: trains until told to stop, says what happens, one JSON line at
+a time.
 
 faulty.py STRATEGY --deadline 4 [--fail RANK:STEP] [--steps N] [--size N] [--sleep S] [--near]
 """
@@ -40,8 +41,13 @@ model = nn.ParameterList([nn.Parameter(torch.zeros(arguments.size))])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 before = model[0].detach().clone()
 try:
-    stand_in = near(int(os.environ["RANK"]), LOOSESTEP_LANES="nccl") if arguments.near else nullcontext()
-    with stand_in, loosestep.attach(model, optimizer, arguments.strategy, deadline=arguments.deadline) as run:
+    stand_in = (
+        near(int(os.environ["RANK"]), LOOSESTEP_LANES="nccl") if arguments.near else nullcontext()
+    )
+    with (
+        stand_in,
+        loosestep.attach(model, optimizer, arguments.strategy, deadline=arguments.deadline) as run,
+    ):
         fail = arguments.fail.split(":") if arguments.fail else None
         for step in range(arguments.steps):
             optimizer.zero_grad()
@@ -49,7 +55,8 @@ try:
             if fail and run.rank == int(fail[0]) and step == int(fail[1]):
                 raise ValueError("the loop went wrong")
             time.sleep(arguments.sleep)
-            before = model[0].detach().clone() - 0.01 * model[0].grad  # what the local step alone makes of it
+            # what the local step alone makes of it
+            before = model[0].detach().clone() - 0.01 * model[0].grad
             optimizer.step()
             if step == 10:
                 say(ready=True)

@@ -1,4 +1,6 @@
-"""Processes that start at once: forked from a server that has imported torch and all that optimizers pull in."""
+"""Processes that start at once: forked from a server that has imported torch and all that
+optimizers pull in.
+"""
 
 import multiprocessing
 import os
@@ -15,7 +17,9 @@ processes.set_forkserver_preload(["forks"])
 
 
 def start_server() -> None:
-    """The server looks for the modules to load in its environment, not in our sys.path (before Python 3.13)."""
+    """The server looks for the modules to load in its environment, not in our sys.path (before
+    Python 3.13).
+    """
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     forkserver.ensure_running()

@@ -1,10 +1,12 @@
-"""A learner for gossip tests: trains until SIGUSR1, or for some time or steps; prints one JSON line at a time.
+"""A learner for gossip tests: trains until SIGUSR1, or for some time or steps; prints one JSON line
+at a time.
 
     gossiper.py STRATEGY [--seconds S] [--steps N] [--size N] [--compute S] [--slow RANK:FACTOR] [--still] [--deadline S]
                 [--folder F] [--die RANK:VALUES] [--hesitate RANK:SECONDS]
 
-Every learner pulls towards its own point; with --still there are no gradients, so the mean must not move at all.
-SIGUSR2: send rank 0 what a faulty rank of the same run might, and print a true frame for others to send again.
+Every learner pulls towards its own point; with --still there are no gradients, so the mean must not
+move at all. SIGUSR2: send rank 0 what a faulty rank of the same run might, and print a true frame
+for others to send again.
 """
 
 import argparse
@@ -37,13 +39,18 @@ parser.add_argument("--slow", default="", help="this rank computes so many times
 parser.add_argument("--still", action="store_true")
 parser.add_argument("--deadline", type=float, default=20.0)
 parser.add_argument(
-    "--folder", type=Path, help="rank 0 leaves the final vector here, and the dying what a ledger needs"
+    "--folder",
+    type=Path,
+    help="rank 0 leaves the final vector here, and the dying what a ledger needs",
 )
 parser.add_argument("--die", default="", help="kill -9 right before so many values were sent")
-parser.add_argument("--hesitate", default="", help="this rank's communication thread sleeps so long before it looks")
+parser.add_argument(
+    "--hesitate", default="", help="this rank's communication thread sleeps so long before it looks"
+)
 arguments = parser.parse_args()
 logging.basicConfig(format="%(levelname)s %(message)s")
-stop, speaking = threading.Event(), threading.Lock()
+stop = threading.Event()
+speaking = threading.Lock()
 signal.signal(signal.SIGUSR1, lambda *_: stop.set())
 
 
@@ -107,7 +114,9 @@ def misbehave(*_):
         courier.transport.send = watch
         for dtype, numbers in ((2, 17), (1, 500)):
             frame = bytearray(HEADER_BYTES) + np.full(numbers, 1e6).tobytes()
-            courier.wire.seal(Header(Kind.REQUEST, run.rank, 0, tag=1, una=1, weight=0.5, dtype=dtype), frame)
+            courier.wire.seal(
+                Header(Kind.REQUEST, run.rank, 0, tag=1, una=1, weight=0.5, dtype=dtype), frame
+            )
             send(0, Letter(frame))
 
     run._engine._mailbox._do(act)
@@ -122,7 +131,13 @@ courier = run._engine._mailbox._courier
 signal.signal(signal.SIGUSR2, misbehave)
 if arguments.still:
     with torch.no_grad():
-        x.copy_(torch.randn(arguments.size, generator=torch.Generator().manual_seed(run.rank), dtype=torch.float64))
+        x.copy_(
+            torch.randn(
+                arguments.size,
+                generator=torch.Generator().manual_seed(run.rank),
+                dtype=torch.float64,
+            )
+        )
     run.step()  # the random start is this learner's first update
 compute = arguments.compute * mine(arguments.slow, 1.0)
 if arguments.die:
@@ -137,7 +152,9 @@ begun = last = time.monotonic()
 gap = 0.0
 steps = 0
 announced = False
-while not stop.is_set() and steps < arguments.steps and time.monotonic() - begun < arguments.seconds:
+while (
+    not stop.is_set() and steps < arguments.steps and time.monotonic() - begun < arguments.seconds
+):
     if not arguments.still:
         optimizer.zero_grad()
         (x - run.rank).square().sum().div(2).backward()
@@ -159,7 +176,12 @@ while not stop.is_set() and steps < arguments.steps and time.monotonic() - begun
     if steps % 5 == 0:
         say(at=now, step=steps, exchanges=courier.counters["exchanges"])
 stats = run.stats
-say(stopping=True, steps=steps, gap=gap, **{name: stats[name] for name in ("lost", "exchanges", "global_steps")})
+say(
+    stopping=True,
+    steps=steps,
+    gap=gap,
+    **{name: stats[name] for name in ("lost", "exchanges", "global_steps")},
+)
 run.finish()
 x = x.detach()
 if arguments.folder and run.rank == 0:

@@ -1,6 +1,8 @@
-"""What a kill -9 left half-done, number by number: both ends of an edge write down the pairs that were open then.
+"""What a kill -9 left half-done, number by number: both ends of an edge write down the pairs that
+were open then.
 
-A pair is applied on both ends or on neither, unless one of them dies. Of a survivor's open pairs with the dead rank
+A pair is applied on both ends or on neither, unless one of them dies. Of a survivor's open pairs
+with the dead rank
 
     unanswered   begun by the survivor      applied by the dead rank alone if it is in that one's cache
     unconfirmed  applied by the survivor    applied by it alone if with the dead rank it still pends
@@ -21,7 +23,9 @@ def write(folder, rank, peer, edge):
 
 
 def write_will(folder, courier):
-    """Everything a rank leaves that dies now: its shadow, which is its last snapshot, and its ends of all edges."""
+    """Everything a rank leaves that dies now: its shadow, which is its last snapshot, and its
+    ends of all edges.
+    """
     np.save(folder / f"{courier.rank}-shadow.npy", courier.shadow.flat())
     for peer, link in courier.links.items():
         write(folder, courier.rank, peer, link.edge)

@@ -5,7 +5,8 @@ from torch import nn
 
 from loosestep import Topology
 
-PAIR, GRID = Topology([[0], [1]]), Topology([[0, 1], [2, 3]])
+PAIR = Topology([[0], [1]])
+GRID = Topology([[0, 1], [2, 3]])
 
 
 def linear(seed: int = 0) -> nn.Module:

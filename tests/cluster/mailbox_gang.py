@@ -12,7 +12,8 @@ from torch.distributed import TCPStore
 
 class Gang:
     def __init__(self, scenario, n, folder, **options):
-        self.n, self.folder = n, folder
+        self.n = n
+        self.folder = folder
         start_server()
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         meeting = str(folder / "store") if "namespaces" in options else self.store.port
@@ -20,7 +21,8 @@ class Gang:
         self.pipes = [mine for mine, _ in pipes]
         self.processes = [
             processes.Process(
-                target=mailbox_worker.work, args=(scenario, rank, n, meeting, folder, options, pipes[rank][1])
+                target=mailbox_worker.work,
+                args=(scenario, rank, n, meeting, folder, options, pipes[rank][1]),
             )
             for rank in range(n)
         ]

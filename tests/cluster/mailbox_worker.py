@@ -1,4 +1,6 @@
-"""One rank of a gossip test, as a process of its own. It leaves RANK.npz and RANK.json in the folder of the test."""
+"""One rank of a gossip test, as a process of its own. It leaves RANK.npz and RANK.json in the
+folder of the test.
+"""
 
 import ctypes
 import json
@@ -24,12 +26,21 @@ EXCHANGING = (*WITH_VALUE, Kind.ACK, Kind.PING)
 
 class Worker:
     def __init__(self, rank, world, port, folder, options):
-        self.rank, self.world, self.folder, self.options = rank, world, folder, options
-        self.events, self.report, self.arrays = [], {}, {}
+        self.rank = rank
+        self.world = world
+        self.folder = folder
+        self.options = options
+        self.events = []
+        self.report = {}
+        self.arrays = {}
         self.params = [start_vector(rank, options["size"], options.get("dtype", "float64"))]
         self.sent = 0
         self.draw = np.random.default_rng(rank)
-        store = FileStore(port, world) if isinstance(port, str) else TCPStore("127.0.0.1", port, None, False)
+        store = (
+            FileStore(port, world)
+            if isinstance(port, str)
+            else TCPStore("127.0.0.1", port, None, False)
+        )
         self.mailbox = Mailbox(
             store,
             rank,
@@ -44,7 +55,8 @@ class Worker:
             lose=self.lose if options.get("drops") or options.get("kill_at") else None,
         )
         del store  # from here on nothing may need it
-        self.drops, self.late = options.get("drops", 0), options.get("late", 0)
+        self.drops = options.get("drops", 0)
+        self.late = options.get("late", 0)
         courier = self.mailbox._courier
         if "victim" in options and rank != options["victim"]:
             ledger.keep(folder, courier, options["victim"])
@@ -63,14 +75,17 @@ class Worker:
             and header.kind == Kind.REPLY
         ):
             ledger.write_will(self.folder, self.mailbox._courier)
-            os.kill(os.getpid(), signal.SIGKILL)  # it has applied the pair, and the answer will never leave
+            # it has applied the pair, and the answer will never leave
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.drops and self.draw.random() < 0.1:
             self.drops -= 1
             return True
         return False
 
     def hesitant(self, send):
-        """Some frames leave late: behind younger ones, and when what they say has been repeated already."""
+        """Some frames leave late: behind younger ones, and when what they say has been repeated
+        already.
+        """
         held = []
 
         def send_or_hold(peer, letter):
@@ -80,17 +95,25 @@ class Worker:
                 send(*entry[1:])
             if self.late and letter.frame[KIND] in EXCHANGING and self.draw.random() < 0.1:
                 self.late -= 1
-                held.append((now + self.draw.uniform(0.05, 0.2), peer, Letter(bytearray(letter.frame))))
+                held.append(
+                    (now + self.draw.uniform(0.05, 0.2), peer, Letter(bytearray(letter.frame)))
+                )
                 return True
             return send(peer, letter)
 
         return send_or_hold
 
     def free(self):
-        """Steps of `step` seconds and one exchange a step, until `exchanges` are done or, with none given, `stop` comes."""
-        options, stop = self.options, self.folder / "stop"
+        """Steps of `step` seconds and one exchange a step, until `exchanges` are done or, with
+        none given, `stop` comes.
+        """
+        options = self.options
+        stop = self.folder / "stop"
         gossip = Gossip(options.get("topology", "random-ring"), range(self.world), seed=1)
-        gaps, completed, number, last = [], 0, 0, time.monotonic()
+        gaps = []
+        completed = 0
+        number = 0
+        last = time.monotonic()
         while completed < options["exchanges"] if "exchanges" in options else not stop.exists():
             partner = gossip.partner(self.rank, number, self.mailbox.alive())
             number += 1
@@ -103,7 +126,9 @@ class Worker:
             self.mailbox.boundary(self.params)
             gaps.append(time.monotonic() - last)
             last = time.monotonic()
-        self.report.update(worst_gap=max(gaps), steps=number, late=options.get("late", 0) - self.late)
+        self.report.update(
+            worst_gap=max(gaps), steps=number, late=options.get("late", 0) - self.late
+        )
         self.arrays["shadow"] = self.mailbox._shadow.flat()
         self.end()
 
@@ -119,7 +144,9 @@ class Worker:
         states = []
         for number in range(self.options["rounds"]):
             if self.options.get("fresh"):
-                self.params[0].copy_(start_vector(1000 * number + self.rank, self.options["size"], "float64"))
+                self.params[0].copy_(
+                    start_vector(1000 * number + self.rank, self.options["size"], "float64")
+                )
                 self.mailbox.boundary(self.params, force=True)
                 states.append(self.params[0].numpy().copy())
             self.mailbox.lockstep_round(number, gossip.round(self.rank, number, others))
@@ -131,7 +158,8 @@ class Worker:
     def idle(self):
         """Nothing to do: what does the communication cost?"""
         time.sleep(0.5)
-        before, wall = time.process_time(), time.monotonic()
+        before = time.process_time()
+        wall = time.monotonic()
         time.sleep(self.options["seconds"])
         self.report["idle_share"] = (time.process_time() - before) / (time.monotonic() - wall)
         self.end()
@@ -150,12 +178,15 @@ class Worker:
 
 
 def start_vector(seed, size, dtype):
-    return torch.randn(size, dtype=getattr(torch, dtype), generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        size, dtype=getattr(torch, dtype), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def enter(namespace):
     """Go into a network namespace; the threads that start later follow."""
-    libc, handle = ctypes.CDLL(None, use_errno=True), os.open(namespace, os.O_RDONLY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(namespace, os.O_RDONLY)
     if libc.setns(handle, 0x40000000) != 0:
         raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     os.close(handle)
@@ -172,7 +203,8 @@ def work(scenario, rank, world, port, folder, options, ready):
         enter(options["namespaces"][rank])
         os.environ["MASTER_ADDR"] = options["master"]
     if scenario == "memory":
-        model = start_vector(0, options["size"], options["dtype"])  # touched, so it counts from the start
+        # touched, so it counts from the start
+        model = start_vector(0, options["size"], options["dtype"])
         options["baseline"] = peak()
         del model
     worker = Worker(rank, world, port, folder, options)

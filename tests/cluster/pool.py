@@ -1,6 +1,7 @@
 """Real processes for tests: a pool of ranks that stays up between tests.
 
-results = ranks(4, work, topology=[[0, 1], [2, 3]])     # work(rank, **arguments) on every rank; results in rank order
+results = ranks(4, work, topology=[[0, 1], [2, 3]])     # work(rank, **arguments) on every rank;
+results in rank order
 """
 
 from __future__ import annotations
@@ -32,14 +33,20 @@ class Pool:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         start_server()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world):
             ours, theirs = processes.Pipe()
-            process = processes.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process = processes.Process(
+                target=_serve, args=(rank, world, port, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -70,7 +77,9 @@ _pools: dict[int, Pool] = {}
 
 
 def ranks(world: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-    """Run `function(rank, **arguments)` on `world` ranks; raise what the first failing rank raised."""
+    """Run `function(rank, **arguments)` on `world` ranks; raise what the first failing rank
+    raised.
+    """
     results = attempt(world, function, **arguments)
     for rank, (ok, value) in enumerate(results):
         if not ok:
@@ -117,7 +126,9 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
+    )
     modules: dict[str, Any] = {}
     while True:
         try:

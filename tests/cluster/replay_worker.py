@@ -1,4 +1,5 @@
-"""A learner for replay tests, as a process of its own: trains, and writes a line with the digest of every step.
+"""A learner for replay tests, as a process of its own: trains, and writes a line with the digest of
+every step.
 
 Forked, see forks.py. `ranks(folder, ...)` records a run, or replays what is in the folder.
 """
@@ -27,14 +28,18 @@ from loosestep.record.player import RecordingEnds
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.out = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.out = nn.Linear(16, 2)
 
     def forward(self, x):
         return self.out(torch.dropout(torch.relu(self.norm(self.first(x))), 0.1, self.training))
 
 
 def digest(model):
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.state_dict().values())).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.state_dict().values())
+    ).hexdigest()[:16]
 
 
 def work(variables, folder, options, replay):
@@ -43,7 +48,9 @@ def work(variables, folder, options, replay):
     rank = int(variables["RANK"])
     if replay:
         os.environ["LOOSESTEP_REPLAY"] = str(folder / "recording")
-    with (folder / f"{'replay' if replay else 'original'}-{rank}.jsonl").open("w", buffering=1) as lines:
+    with (folder / f"{'replay' if replay else 'original'}-{rank}.jsonl").open(
+        "w", buffering=1
+    ) as lines:
 
         def say(*what):
             lines.write(json.dumps(what) + "\n")
@@ -71,7 +78,9 @@ def train(rank, folder, options, replay, say):
             (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
             if not replay:  # how long a step takes must not matter
                 if step == options.get("kill", {}).get(rank):
-                    threading.Timer(random.uniform(0, 0.02), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+                    threading.Timer(
+                        random.uniform(0, 0.02), lambda: os.kill(os.getpid(), signal.SIGKILL)
+                    ).start()
                 time.sleep(options.get("pause", 0.004) * options.get("slow", {}).get(rank, 1))
             optimizer.step()
             say("step", digest(model), run.global_steps, run.recorded(time.time))
@@ -87,7 +96,10 @@ def ranks(folder: Path, *, replay: bool, nodes: int, ranks_per_node: int = 1, **
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
     store = launch.host_store(listener)
-    everybody = [variables for _, variables in launch.variables_of_ranks([ranks_per_node] * nodes, address, port)]
+    everybody = [
+        variables
+        for _, variables in launch.variables_of_ranks([ranks_per_node] * nodes, address, port)
+    ]
     started = [
         processes.Process(target=work, args=(variables, folder, options, replay), daemon=True)
         for variables in everybody

@@ -23,16 +23,20 @@ def gloo(store: dist.Store, index: int, size: int) -> Any:
 
 @contextmanager
 def near(rank: int, *, gpus: str = "own", **environment: str) -> Iterator[Counter[str]]:
-    """Inside, this rank takes its device for a GPU that NCCL reaches: one of its "own", or one that all "share"; or "none".
+    """Inside, this rank takes its device for a GPU that NCCL reaches: one of its "own", or one that
+    all "share"; or "none".
 
-    What is counted: bytes that went from device to device "inside" the node and "between" nodes, greetings aside.
+    What is counted: bytes that went from device to device "inside" the node and "between" nodes,
+    greetings aside.
     """
     identity = {"own": f"gpu {rank}", "share": "the only gpu", "none": None}[gpus]
     traffic: Counter[str] = Counter()
 
     def count(channel: NearChannel, tensor: torch.Tensor, times: int, *, between: int) -> None:
         if tensor.numel() > 1:
-            traffic["between" if between else "inside"] += times * tensor.numel() * tensor.element_size()
+            traffic["between" if between else "inside"] += (
+                times * tensor.numel() * tensor.element_size()
+            )
 
     with (
         patch("loosestep.attachment.find_gpu", lambda device: identity),

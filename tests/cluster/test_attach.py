@@ -13,7 +13,7 @@ from torch import nn
 import loosestep
 from loosestep import Topology
 
-# Life cycle -----------------------------------------------------------------------------------------------------------
+# Life cycle ---------------------------------------------------------------------------------------
 
 
 def network_threads() -> int:
@@ -22,14 +22,18 @@ def network_threads() -> int:
 
 
 def life(rank: int, spec: str, steps: int = 7):
-    threads, network, model = threading.active_count(), network_threads(), linear(seed=rank)
+    threads = threading.active_count()
+    network = network_threads()
+    model = linear(seed=rank)
     optimizer = sgd(model)
     start = flat(model)
     with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=10) as run:
-        aligned, shared = flat(model), network_threads() - network
+        aligned = flat(model)
+        shared = network_threads() - network
         for step in range(steps):
             run.observe(one_step(model, optimizer, rank, step))
-        before, last = flat(model), dict(run.stats)
+        before = flat(model)
+        last = dict(run.stats)
         with run.consensus() as mean:
             inside = flat(mean)
         after = flat(model)
@@ -71,7 +75,8 @@ def test_a_run_from_attach_to_finish(spec):
         assert torch.equal(result["after"], result["before"])  # consensus changes nothing
         assert torch.equal(result["end"], first["end"])  # bit-identical at the end
         assert result["threads"] == 0
-        assert result["network threads"] == (1, 0)  # all groups of a run share one, which ends with it
+        # all groups of a run share one, which ends with it
+        assert result["network threads"] == (1, 0)
         assert result["stats"]["steps"] == 7
     mean = torch.stack([result["before"] for result in results]).mean(0)
     torch.testing.assert_close(first["inside"], mean, rtol=1e-5, atol=1e-6)
@@ -212,12 +217,18 @@ def resumed(rank: int, spec: str, cut: int, total: int = 9):
     run = loosestep.attach(model, optimizer, spec, topology=GRID)
     for step in range(cut):
         run.observe(one_step(model, optimizer, rank, step))
-    saved = run.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
+    saved = (
+        run.state_dict(),
+        {k: v.clone() for k, v in model.state_dict().items()},
+        optimizer.state_dict(),
+    )
     saved = (
         saved[0],
         saved[1],
         {
-            "state": {k: {n: t.clone() for n, t in v.items()} for k, v in saved[2]["state"].items()},
+            "state": {
+                k: {n: t.clone() for n, t in v.items()} for k, v in saved[2]["state"].items()
+            },
             "param_groups": saved[2]["param_groups"],
         },
     )
@@ -258,7 +269,8 @@ def other_state(rank: int, case: str):
 
 
 @pytest.mark.parametrize(
-    ("case", "message"), [("version", "version 99, expected 1"), ("strategy", "belongs to the strategy localsgd")]
+    ("case", "message"),
+    [("version", "version 99, expected 1"), ("strategy", "belongs to the strategy localsgd")],
 )
 def test_a_state_of_something_else_is_refused(case, message):
     assert message in errors(1, other_state, case=case)[0]
@@ -288,10 +300,12 @@ def memory(rank: int):
         mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
         buckets = {b.flat.untyped_storage().data_ptr() for b in run._engine.averager._buckets}
         comm = run._engine._comm
-        buckets.add(comm._g.node._slots._bytes.untyped_storage().data_ptr())  # gradients in shared memory
+        # gradients in shared memory
+        buckets.add(comm._g.node._slots._bytes.untyped_storage().data_ptr())
         shared = comm._x.node._slots._bytes.untyped_storage().data_ptr()
         copies = held(mine | buckets)
-        copies[shared] = copies.get(shared, 0) / len(run.topology.mates(run.rank))  # one memory for the ranks of a node
+        # one memory for the ranks of a node
+        copies[shared] = copies.get(shared, 0) / len(run.topology.mates(run.rank))
         extra = sum(numel for numel in copies.values() if numel > 1000)
     return extra / size
 
@@ -317,14 +331,20 @@ def ended(rank: int, spec: str, how: str):
         run.__exit__(ValueError, ValueError("enough"), None)
     del state
     comm = getattr(run._engine, "_comm", None)
-    channels = [channel for part in (comm._x, comm._g) if part for channel in part._distinct] if comm else []
+    channels = (
+        [channel for part in (comm._x, comm._g) if part for channel in part._distinct]
+        if comm
+        else []
+    )
     scratch = {memory.data_ptr() for channel in channels for memory in channel._scratch.values()}
     kept = held(before | scratch | {p.untyped_storage().data_ptr() for p in model.parameters()})
     return sum(numel for numel in kept.values() if numel > 1000) / 300**2, run.stats["steps"]
 
 
 @pytest.mark.parametrize("how", ["finished", "broken off"])
-@pytest.mark.parametrize("spec", ["allreduce", "daso:period=2", "diloco:period=2", "adpsgd", "adpsgd:replica=node"])
+@pytest.mark.parametrize(
+    "spec", ["allreduce", "daso:period=2", "diloco:period=2", "adpsgd", "adpsgd:replica=node"]
+)
 def test_a_run_that_has_ended_holds_what_its_state_dict_tells_of_and_no_more(spec, how):
     theta_and_momentum = 2.0 if "diloco" in spec else 0.0
     assert ranks(4, ended, spec=spec, how=how) == [(theta_and_momentum, 5)] * 4
@@ -336,7 +356,9 @@ def abort(rank: int):
     optimizer = sgd(model)
     run = loosestep.attach(model, optimizer, "daso:period=1,delay=1", topology=GRID, deadline=10)
     one_step(model, optimizer, rank, 0)
-    engine, replica, there = run._engine, run._learner.replica, []
+    engine = run._engine
+    replica = run._learner.replica
+    there = []
     end = engine.abort
     engine.abort = lambda *why: (there.append(replica._images is not None), end(*why))
     run.__exit__(ValueError, ValueError("enough"), None)
@@ -350,7 +372,9 @@ def test_memory_is_let_go_after_communication_has_ended():
 def silent(rank: int):
     """A failing run whose state is on a device that nothing can be copied from."""
     model = linear()
-    run = loosestep.attach(model, sgd(model), "diloco:period=2", topology=Topology([[0]]), deadline=10)
+    run = loosestep.attach(
+        model, sgd(model), "diloco:period=2", topology=Topology([[0]]), deadline=10
+    )
     run.state["outer"] = [torch.empty(3, device="meta")]
     with run:
         raise KeyError("of the loop")
@@ -361,10 +385,13 @@ def test_a_run_that_fails_asks_nothing_of_its_device():
 
 
 def overwrite(rank: int, spec: str):
-    """Whether the parameters were those of the last step, or of the consensus, whenever their readers were waited for."""
+    """Whether the parameters were those of the last step, or of the consensus, whenever their
+    readers were waited for.
+    """
     model = linear()
     optimizer = sgd(model)
-    seen, waits = [], []
+    seen = []
+    waits = []
     run = loosestep.attach(model, optimizer, spec, topology=GRID, deadline=10)
     run._learner.replica.wait_for_readers = lambda: waits.append(torch.equal(flat(model), seen[-1]))
     for step in range(4):
@@ -377,7 +404,9 @@ def overwrite(rank: int, spec: str):
     return waits, bool((seen[0] - seen[1]).abs().max() > 0)
 
 
-@pytest.mark.parametrize("spec", ["daso:period=8,delay=2", "adpsgd:rate=0.01", "adpsgd:replica=node,rate=0.01"])
+@pytest.mark.parametrize(
+    "spec", ["daso:period=8,delay=2", "adpsgd:rate=0.01", "adpsgd:replica=node,rate=0.01"]
+)
 def test_readers_of_the_parameters_are_waited_for_before_they_are_overwritten_out_of_turn(spec):
     results = ranks(4, overwrite, spec=spec)
     assert all(waits == [True, True, True] for waits, _ in results)
@@ -385,7 +414,9 @@ def test_readers_of_the_parameters_are_waited_for_before_they_are_overwritten_ou
 
 
 def replaced(rank: int, spec: str):
-    """Buffers and the memory of parameters are others in the middle of the run, as after `model.cpu(); model.cuda()`."""
+    """Buffers and the memory of parameters are others in the middle of the run, as after
+    `model.cpu(); model.cuda()`.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     optimizer = sgd(model)

@@ -1,4 +1,6 @@
-"""torch.compile: the same way as without it, and no graph break that the loop does not have anyway."""
+"""torch.compile: the same way as without it, and no graph break that the loop does not have
+anyway.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from loosestep import Topology
 
 
 def loop(rank: int, form: str, spec: str | None, backend: str):
-    """Some steps, alone (`spec=None`) or attached: parameters, number of graph breaks, number of graphs."""
+    """Some steps, alone (`spec=None`) or attached: parameters, number of graph breaks, number of
+    graphs.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -23,7 +27,9 @@ def loop(rank: int, form: str, spec: str | None, backend: str):
     if form == "compiled, then attached":
         model = compiled(model)
     hooks = form != "whole step without hooks"
-    run = spec and loosestep.attach(model, optimizer, spec, topology=Topology([[0, 1]]), deadline=50, hooks=hooks)
+    run = spec and loosestep.attach(
+        model, optimizer, spec, topology=Topology([[0, 1]]), deadline=50, hooks=hooks
+    )
     forward = compiled(model) if form == "attached, then compiled" else model
 
     def step(x):
@@ -78,4 +84,5 @@ def test_attaching_adds_no_graph_break_and_compiling_does_not_change_the_way(for
         assert attached[1:] == alone[1:]
         assert attached[2] > 0  # something was compiled
         torch.testing.assert_close(attached[0], eager[0], rtol=1e-5, atol=1e-6)
-        assert not torch.allclose(attached[0], alone[0], atol=1e-5)  # what ranks hold was averaged in both
+        # what ranks hold was averaged in both
+        assert not torch.allclose(attached[0], alone[0], atol=1e-5)

@@ -1,4 +1,6 @@
-"""Models that are wrapped or sharded inside their node: DDP, FSDP2, tensor parallel. Two nodes of two ranks."""
+"""Models that are wrapped or sharded inside their node: DDP, FSDP2, tensor parallel. Two nodes
+of two ranks.
+"""
 
 import pytest
 import torch
@@ -35,9 +37,16 @@ def trajectory(
                 with run.consensus():
                     inside_consensus = whole(model)
                     with torch.no_grad():
-                        model(batch(rank, step, inside, device))  # fully_shard keeps what it gathered for this
+                        # fully_shard keeps what it gathered for this
+                        model(batch(rank, step, inside, device))
         stats = run.stats
-    return {"start": start, "seen": seen, "consensus": inside_consensus, "end": whole(model), "stats": stats}
+    return {
+        "start": start,
+        "seen": seen,
+        "consensus": inside_consensus,
+        "end": whole(model),
+        "stats": stats,
+    }
 
 
 RAMPED = "daso:period=2,delay=1,warmup=3,cooldown=4,total=12"
@@ -75,13 +84,19 @@ def test_a_wrapped_model_takes_the_same_way_as_the_plain_one(inside, spec, adam)
 
 
 def test_ddp_inside_nodes_of_different_sizes_takes_the_same_way_as_the_plain_model():
-    both = [ranks(4, trajectory, inside=inside, spec=RAMPED, topology=UNEVEN) for inside in ("ddp", "plain")]
+    both = [
+        ranks(4, trajectory, inside=inside, spec=RAMPED, topology=UNEVEN)
+        for inside in ("ddp", "plain")
+    ]
     same_way(*both, RAMPED)
 
 
 def test_data_and_tensor_parallel_axes_inside_the_node_take_the_same_way_as_the_plain_model():
     """Two nodes of a 2 x 2 mesh: every parameter of the first two layers is cut both ways."""
-    both = [ranks(8, trajectory, inside=inside, spec=RAMPED, width=8, topology=SQUARE) for inside in ("grid", "plain")]
+    both = [
+        ranks(8, trajectory, inside=inside, spec=RAMPED, width=8, topology=SQUARE)
+        for inside in ("grid", "plain")
+    ]
     same_way(*both, RAMPED)
 
 
@@ -89,7 +104,9 @@ def same_way(results: list[dict], expected: list[dict], spec: str) -> None:
     for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one["start"], expected[0]["start"], rtol=0, atol=0)
         for step, (a, b) in enumerate(zip(one["seen"], other["seen"], strict=True)):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, s=step: f"step {s}: {text}")
+            torch.testing.assert_close(
+                a, b, rtol=1e-4, atol=1e-5, msg=lambda text, s=step: f"step {s}: {text}"
+            )
         if spec != LOCKSTEP:  # gossip streams what its peers have by then
             torch.testing.assert_close(one["consensus"], other["consensus"], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(one["end"], expected[0]["end"], rtol=1e-4, atol=1e-5)
@@ -99,7 +116,9 @@ def same_way(results: list[dict], expected: list[dict], spec: str) -> None:
 
 def raises(rank: int) -> None:
     """Rank 2 raises after a step and lives on; its mate then waits for it inside DDP."""
-    model = DistributedDataParallel(Net(), process_group=loosestep.node_mesh(topology=GRID, timeout=2).get_group())
+    model = DistributedDataParallel(
+        Net(), process_group=loosestep.node_mesh(topology=GRID, timeout=2).get_group()
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with loosestep.attach(model, optimizer, "daso:period=1", topology=GRID, deadline=60):
         for step in range(1000):
@@ -116,14 +135,16 @@ def test_the_mate_of_a_rank_that_raised_waits_as_long_as_the_mesh_of_their_node_
     assert "timed out" in mate.lower()
 
 
-# What cannot be connected is refused, on every rank, with what to do --------------------------------------------------
+# What cannot be connected is refused, on every rank, with what to do ------------------------------
 
 
 def refused(rank: int, case: str):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
-    model, strategy, topology = Net(), "daso", GRID
+    model = Net()
+    strategy = "daso"
+    topology = GRID
     if case == "ddp over the world":
         model = DistributedDataParallel(model)
     elif case == "ddp of a part":
@@ -138,7 +159,9 @@ def refused(rank: int, case: str):
 
         topology = Topology([[0, 1, 2, 3]])
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-        parallelize_module(model, square["columns"], {"first": ColwiseParallel(), "second": ColwiseParallel()})
+        parallelize_module(
+            model, square["columns"], {"first": ColwiseParallel(), "second": ColwiseParallel()}
+        )
         for part in (model.first, model.out):
             fully_shard(part, mesh=square["rows"])
     elif case == "part of the node":
@@ -160,7 +183,9 @@ def refused(rank: int, case: str):
     elif case == "one node sharded" and rank > 1:
         fully_shard(model, mesh=mesh())
     elif case == "gossip of copies":
-        model, strategy, topology = build("grid", width=8), "adpsgd:replica=node", SQUARE
+        model = build("grid", width=8)
+        strategy = "adpsgd:replica=node"
+        topology = SQUARE
     elif case == "flat parameters":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -174,7 +199,10 @@ def refused(rank: int, case: str):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("ddp over the world", "over ranks 0-3, which averages gradients among all of them on every step"),
+        (
+            "ddp over the world",
+            "over ranks 0-3, which averages gradients among all of them on every step",
+        ),
         ("ddp of a part", "parameter second.weight trains outside of DistributedDataParallel"),
         ("fsdp over the world", "is a DTensor over ranks 0-3, which are not all on this node"),
         ("fsdp of a part", "parameter second.weight trains outside of fully_shard"),
@@ -184,11 +212,18 @@ def refused(rank: int, case: str):
             "no parameter is a DTensor over all ranks of the node (0-3), frozen is over ranks",
         ),
         ("uneven nodes", "sharded inside nodes of 1, 3 ranks"),
-        ("ranks", "so a node is one learner, but adpsgd takes every rank for one; use replica='node', or DASO"),
+        (
+            "ranks",
+            "so a node is one learner, but adpsgd takes every rank for one; use replica='node', "
+            "or DASO",
+        ),
         ("local period", "local_period must be 1, got localsgd:local_period=2,replica=node"),
         ("another sharding", "Shard(dim=1) over (2,) ranks, at (0,): (4, 2)' on rank 2 and"),
         ("one node sharded", "the model of rank 2 is sharded, that of rank 0 plain"),
-        ("flat parameters", "shard it with torch.distributed.fsdp.fully_shard(model, mesh=loosestep.node_mesh())"),
+        (
+            "flat parameters",
+            "shard it with torch.distributed.fsdp.fully_shard(model, mesh=loosestep.node_mesh())",
+        ),
     ],
 )
 def test_what_cannot_be_connected_is_refused_on_every_rank(case, message):
@@ -198,4 +233,7 @@ def test_what_cannot_be_connected_is_refused_on_every_rank(case, message):
 
 def test_gossip_of_shards_that_have_copies_in_their_node_is_refused():
     for seen in errors(8, refused, case="gossip of copies"):
-        assert "is sharded over a part of the node and copied over the rest; gossip would let the copies drift" in seen
+        assert (
+            "is sharded over a part of the node and copied over the rest; gossip would let the "
+            "copies drift" in seen
+        )

@@ -1,4 +1,6 @@
-"""Nodes that gossip in passing, as they do where the parameters are on an accelerator: here on a CPU, which is told to."""
+"""Nodes that gossip in passing, as they do where the parameters are on an accelerator: here on a
+CPU, which is told to.
+"""
 
 import itertools
 import time
@@ -24,8 +26,13 @@ SPEC = "adpsgd:replica=node,cpu_share=1.0"
 
 @contextmanager
 def passing():
-    """Inside, an engine that is opened crosses in passing, and as often as it can, as on an accelerator."""
-    with patch.object(NodeGossipEngine, "_defers", True), patch("loosestep.core.engines.gossip.FOLDING", 2.0):
+    """Inside, an engine that is opened crosses in passing, and as often as it can, as on an
+    accelerator.
+    """
+    with (
+        patch.object(NodeGossipEngine, "_defers", True),
+        patch("loosestep.core.engines.gossip.FOLDING", 2.0),
+    ):
         yield
 
 
@@ -34,7 +41,9 @@ def train_in_passing(rank: int, **arguments):
         return train(rank, SPEC, **arguments)
 
 
-@pytest.mark.parametrize("topology", [GRID, [[0, 1, 2], [3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str)
+@pytest.mark.parametrize(
+    "topology", [GRID, [[0, 1, 2], [3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str
+)
 def test_a_run_ends_identical_everywhere_with_nothing_left(topology):
     results = ranks(4, train_in_passing, topology=topology)
     for result in results:
@@ -88,15 +97,24 @@ def held_up(gate: Event):
 @contextmanager
 def seldom_back(rank: int):
     """Inside, rank 1 is back from a crossing later than its mates."""
-    calls, is_back = itertools.count(), NodeGossipEngine._is_back
-    with patch.object(NodeGossipEngine, "_is_back", lambda self: is_back(self) and (rank != 1 or next(calls) % 3 == 0)):
+    calls = itertools.count()
+    is_back = NodeGossipEngine._is_back
+    with patch.object(
+        NodeGossipEngine,
+        "_is_back",
+        lambda self: is_back(self) and (rank != 1 or next(calls) % 3 == 0),
+    ):
         yield
 
 
 def drift(rank: int, inside: str, topology, late: bool):
-    """Nodes that start apart and learn nothing: only exchanges move them. What each step and the end leave."""
+    """Nodes that start apart and learn nothing: only exchanges move them. What each step and the
+    end leave.
+    """
     model = build(inside, seed=0).double() if inside == "plain" else build(inside)
-    optimizer, seen, gate = torch.optim.SGD(model.parameters(), lr=0.0), [], Event()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+    gate = Event()
     gate.set()
     with (
         passing(),
@@ -124,7 +142,9 @@ def drift(rank: int, inside: str, topology, late: bool):
 @pytest.mark.parametrize(("inside", "rounding"), [("plain", 1e-12), ("ddp", 1e-5)])
 @pytest.mark.parametrize("topology", [GRID, [[0, 1, 2], [3]]], ids=str)
 @pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
-def test_the_mean_never_moves_and_the_ranks_of_a_node_are_never_apart(inside, rounding, topology, late):
+def test_the_mean_never_moves_and_the_ranks_of_a_node_are_never_apart(
+    inside, rounding, topology, late
+):
     if inside == "ddp" and topology != GRID:
         pytest.skip("the mesh of these tests has equal nodes")
     results = ranks(4, drift, inside=inside, topology=topology, late=late)
@@ -141,7 +161,10 @@ def go_on_alone(rank: int):
     """Rank 1 leaves after five steps; when parameters have still been exchanged after that."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with passing(), loosestep.attach(model, optimizer, SPEC, topology=Topology(GRID), deadline=20) as run:
+    with (
+        passing(),
+        loosestep.attach(model, optimizer, SPEC, topology=Topology(GRID), deadline=20) as run,
+    ):
         for _ in range(5 if rank == 1 else 100):
             (model(torch.ones(1, 3)) - rank).square().sum().backward()
             optimizer.step()
@@ -158,11 +181,15 @@ def test_a_node_of_which_a_rank_is_away_goes_on_gossiping():
 
 
 def normalise(rank: int):
-    """A batch each goes through the norm; then its statistics change by gossip alone, while they stay small on rank 0's node."""
-    norm, gate = nn.BatchNorm1d(3), Event()
+    """A batch each goes through the norm; then its statistics change by gossip alone, while they
+    stay small on rank 0's node.
+    """
+    norm = nn.BatchNorm1d(3)
+    gate = Event()
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
     gate.set()
-    x, least = torch.randn(64, 3, generator=torch.Generator().manual_seed(rank)), 1.0
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(rank))
+    least = 1.0
 
     def step(times: int) -> None:
         nonlocal least
@@ -204,7 +231,8 @@ def test_statistics_are_those_of_all_ranks_and_variances_stay_positive():
 def step_past(rank: int):
     """Steps while the first crossing does not get through, and what moves once it does."""
     model = nn.Linear(3, 2)
-    optimizer, gate = torch.optim.SGD(model.parameters(), lr=0.0), Event()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    gate = Event()
     moved = []
     with (
         passing(),
@@ -231,7 +259,8 @@ def step_past(rank: int):
 
 def test_nobody_waits_for_a_crossing_that_is_under_way():
     for waited, moved, folds in ranks(4, step_past):
-        assert waited < 10  # 20 steps, while the gate would have held the first of them for 20 seconds
+        # 20 steps, while the gate would have held the first of them for 20 seconds
+        assert waited < 10
         assert not any(moved[:20])
         assert any(moved[20:])
         assert max(age for _, age in folds) >= 19  # it is told how old what was folded is
@@ -242,7 +271,10 @@ def come_back(rank: int):
     """A checkpoint in the middle of a run, loaded in the middle of the next."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    with passing(), loosestep.attach(model, optimizer, SPEC, topology=Topology(GRID), deadline=20) as run:
+    with (
+        passing(),
+        loosestep.attach(model, optimizer, SPEC, topology=Topology(GRID), deadline=20) as run,
+    ):
 
         def learn(steps):
             for step in range(steps):
@@ -252,7 +284,10 @@ def come_back(rank: int):
                 optimizer.step()
 
         learn(10)
-        saved = {name: value.clone() for name, value in model.state_dict().items()}, run.state_dict()
+        saved = (
+            {name: value.clone() for name, value in model.state_dict().items()},
+            run.state_dict(),
+        )
         learn(10)
         model.load_state_dict(saved[0])
         run.load_state_dict(saved[1])

@@ -1,4 +1,6 @@
-"""DASO's mathematics on real processes: progress kept, contraction, exchange counts, golden trajectories."""
+"""DASO's mathematics on real processes: progress kept, contraction, exchange counts, golden
+trajectories.
+"""
 
 import hashlib
 import json
@@ -27,13 +29,17 @@ class Weights(nn.Module):
 
 
 def constant(rank: int, spec: str, nodes: int, steps: int):
-    """Identical workers, a constant gradient: how far the model moved, against how far the steps would take it."""
+    """Identical workers, a constant gradient: how far the model moved, against how far the steps
+    would take it.
+    """
     model = Weights(4)
     start = model.w.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks do see the same data
-        run = loosestep.attach(model, optimizer, spec, topology=Topology.grid(nodes, 2), deadline=20)
+        run = loosestep.attach(
+            model, optimizer, spec, topology=Topology.grid(nodes, 2), deadline=20
+        )
         for _ in range(steps):
             optimizer.zero_grad()
             model.w.sum().backward()
@@ -63,7 +69,9 @@ def test_fraction_of_progress_kept(spec, nodes, period, kept):
 
 
 def distinct(rank: int, spec: str, steps: int):
-    """Nodes with distinct optima, no gradient noise: node i pulls towards i, its two ranks to either side of it."""
+    """Nodes with distinct optima, no gradient noise: node i pulls towards i, its two ranks to
+    either side of it.
+    """
     topology = Topology.grid(2, 2)
     model = Weights(3)
     with torch.no_grad():
@@ -75,15 +83,22 @@ def distinct(rank: int, spec: str, steps: int):
         optimizer.zero_grad()
         (model.w - target).square().sum().div(2).backward()
         optimizer.step()
-    distance, exchanges, values = run.stats["consensus_distance"], run.stats["exchanges"], model.w.detach().clone()
+    distance = run.stats["consensus_distance"]
+    exchanges = run.stats["exchanges"]
+    values = model.w.detach().clone()
     run.finish()
     return distance, exchanges, values, model.w.detach()
 
 
 def test_workers_with_distinct_optima_contract_as_the_mathematics_says():
     """d <- (1-a) d + a/2 per step; a fold W steps after the snapshot subtracts what d was then."""
-    period, delay, rate, steps = 4, 1, 0.05, 41
-    half_distance, seen, expected = 0.0, 0.0, 0.0
+    period = 4
+    delay = 1
+    rate = 0.05
+    steps = 41
+    half_distance = 0.0
+    seen = 0.0
+    expected = 0.0
     for step in range(1, steps + 1):
         half_distance = (1 - rate) * half_distance + rate * 0.5
         if step > period and (step - delay) % period == 0:
@@ -109,7 +124,9 @@ def trajectory(rank: int, spec: str, steps: int = 20):
     model = Weights(37)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     digest = hashlib.sha256()
-    with loosestep.attach(model, optimizer, spec, topology=Topology([[0, 1], [2, 3]]), deadline=20) as run:
+    with loosestep.attach(
+        model, optimizer, spec, topology=Topology([[0, 1], [2, 3]]), deadline=20
+    ) as run:
         for step in range(steps):
             target = torch.arange(37, dtype=torch.float64) * (rank + 1) / 8 + step
             optimizer.zero_grad()
@@ -155,7 +172,9 @@ def test_golden_trajectory_bit_for_bit_and_twice_in_a_row(spec):
 def phases(rank: int, spec: str, steps: int, losses: list[float]):
     model = Weights(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with loosestep.attach(model, optimizer, spec, topology=Topology([[0, 1], [2, 3]]), deadline=20) as run:
+    with loosestep.attach(
+        model, optimizer, spec, topology=Topology([[0, 1], [2, 3]]), deadline=20
+    ) as run:
         periods = []
         for step in range(steps):
             optimizer.zero_grad()
@@ -168,7 +187,9 @@ def phases(rank: int, spec: str, steps: int, losses: list[float]):
 
 
 def test_a_plateau_of_the_observed_loss_halves_the_period_on_every_rank_at_the_same_exchange():
-    results = ranks(4, phases, spec="daso:period=4,delay=1,window=4,patience=2", steps=60, losses=[1.0])
+    results = ranks(
+        4, phases, spec="daso:period=4,delay=1,window=4,patience=2", steps=60, losses=[1.0]
+    )
     assert all(result == results[0] for result in results)
     periods, starts = results[0]
     assert periods[0] == 4
@@ -188,7 +209,9 @@ def test_without_observed_losses_the_period_stays():
 def quiet(rank: int, steps: int):
     model = Weights(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with loosestep.attach(model, optimizer, "daso:window=1", topology=Topology([[0, 1], [2, 3]]), deadline=20) as run:
+    with loosestep.attach(
+        model, optimizer, "daso:window=1", topology=Topology([[0, 1], [2, 3]]), deadline=20
+    ) as run:
         periods = []
         for step in range(steps):
             optimizer.zero_grad()

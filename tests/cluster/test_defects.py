@@ -12,7 +12,9 @@ from loosestep import Topology
 GRID = [[0, 1], [2, 3]]
 
 
-def train(rank: int, model: nn.Module, spec: str, *, topology=GRID, steps: int = 8, lr: float = 0.1):
+def train(
+    rank: int, model: nn.Module, spec: str, *, topology=GRID, steps: int = 8, lr: float = 0.1
+):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     with loosestep.attach(model, optimizer, spec, topology=Topology(topology), deadline=20) as run:
         for step in range(steps):
@@ -54,7 +56,8 @@ def spanning(rank: int, piece: int):
 
 
 def test_a_tensor_may_span_any_number_of_pieces():
-    whole, small = ranks(4, spanning, piece=1 << 20), ranks(4, spanning, piece=5)
+    whole = ranks(4, spanning, piece=1 << 20)
+    small = ranks(4, spanning, piece=5)
     assert torch.equal(whole[0], small[0])
 
 
@@ -108,14 +111,20 @@ def shaped(rank: int, topology: list[list[int]], spec: str):
     return torch.cat([p.detach().flatten() for p in model.parameters()]), stats["exchanges"]
 
 
-@pytest.mark.parametrize("spec", ["daso:period=2", "daso-paper:period=2", "daso:period=2,warmup=2,cooldown=2,total=8"])
+@pytest.mark.parametrize(
+    "spec", ["daso:period=2", "daso-paper:period=2", "daso:period=2,warmup=2,cooldown=2,total=8"]
+)
 def test_one_rank_per_node_works(spec):
     results = ranks(4, shaped, topology=[[0], [1], [2], [3]], spec=spec)
     assert all(torch.equal(end, results[0][0]) for end, _ in results)
 
 
-@pytest.mark.parametrize("spec", ["daso:period=2", "daso-paper:period=2", "daso:period=2,warmup=2,cooldown=2,total=8"])
-@pytest.mark.parametrize("topology", [[[0, 1, 2], [3]], [[0], [1, 2, 3]], [[0, 2], [1], [3]]], ids=str)
+@pytest.mark.parametrize(
+    "spec", ["daso:period=2", "daso-paper:period=2", "daso:period=2,warmup=2,cooldown=2,total=8"]
+)
+@pytest.mark.parametrize(
+    "topology", [[[0, 1, 2], [3]], [[0], [1, 2, 3]], [[0, 2], [1], [3]]], ids=str
+)
 def test_uneven_nodes_work(spec, topology):
     results = ranks(4, shaped, topology=topology, spec=spec)
     assert all(torch.equal(end, results[0][0]) for end, _ in results)
@@ -125,7 +134,9 @@ def weighted(rank: int):
     """Nodes of three and of one rank: the mean counts ranks."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(6))])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with loosestep.attach(model, optimizer, "daso:period=1,delay=0", topology=Topology([[0, 1, 2], [3]])):
+    with loosestep.attach(
+        model, optimizer, "daso:period=1,delay=0", topology=Topology([[0, 1, 2], [3]])
+    ):
         (model[0] * (0.0 if rank < 3 else -4.0)).sum().backward()
         optimizer.step()
         return model[0].unique().tolist()
@@ -138,7 +149,8 @@ def test_a_node_counts_as_its_number_of_ranks():
 class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.norm(x))
@@ -152,7 +164,9 @@ def batch_norm(rank: int, spec: str):
     return norm.running_mean, norm.running_var, int(norm.num_batches_tracked)
 
 
-@pytest.mark.parametrize("spec", ["daso:period=2,delay=2", "allreduce", "localsgd:period=3,delay=3"])
+@pytest.mark.parametrize(
+    "spec", ["daso:period=2,delay=2", "allreduce", "localsgd:period=3,delay=3"]
+)
 def test_batch_norm_statistics_are_the_same_on_every_node_and_stay_positive(spec):
     results = ranks(4, batch_norm, spec=spec)
     for mean, var, count in results:
@@ -165,7 +179,9 @@ def test_batch_norm_statistics_are_the_same_on_every_node_and_stay_positive(spec
 def checkpointed(rank: int):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with loosestep.attach(model, optimizer, "daso:window=1,patience=1,period=4", topology=Topology(GRID)) as run:
+    with loosestep.attach(
+        model, optimizer, "daso:window=1,patience=1,period=4", topology=Topology(GRID)
+    ) as run:
         for step in range(11):
             model(torch.full((1, 4), float(rank + step))).sum().backward()
             optimizer.step()

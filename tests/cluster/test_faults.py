@@ -1,4 +1,6 @@
-"""A lost rank ends a collective run on all ranks within the deadline, named; real processes, real signals."""
+"""A lost rank ends a collective run on all ranks within the deadline, named; real processes,
+real signals.
+"""
 
 import json
 import signal
@@ -16,7 +18,16 @@ DEADLINE = 4.0
 
 
 def start(strategy: str, *arguments: str) -> launch.Job:
-    command = [sys.executable, "-W", "error", SCRIPT, strategy, "--deadline", str(DEADLINE), *arguments]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        SCRIPT,
+        strategy,
+        "--deadline",
+        str(DEADLINE),
+        *arguments,
+    ]
     return launch.start(command, nodes=2, ranks_per_node=2)
 
 
@@ -49,14 +60,18 @@ def test_a_killed_rank_ends_the_run_everywhere_and_is_named(strategy, victim, op
                 assert report is not None, rank.output[-5:]
                 assert report["rank"] == victim
                 assert f"rank {victim} is lost" in report["message"]
-                assert report["exact"], "the parameters are those of the local step, no half-done exchange"
+                assert report["exact"], (
+                    "the parameters are those of the local step, no half-done exchange"
+                )
                 assert report["at"] - killed < DEADLINE + 2
                 assert report["saved"] > 10, "a survivor can save where it was"
                 assert said(rank, "threads")["threads"] == []
                 assert rank.returncode == 0
 
 
-@pytest.mark.parametrize("strategy", ["daso:period=1000000,delay=1", "adpsgd:topology=pairs,replica=node"])
+@pytest.mark.parametrize(
+    "strategy", ["daso:period=1000000,delay=1", "adpsgd:topology=pairs,replica=node"]
+)
 def test_a_killed_mate_is_missed_after_a_few_beats_long_before_the_deadline(strategy):
     with start(strategy, "--deadline", "30") as job:
         for rank in job.ranks:
@@ -67,7 +82,9 @@ def test_a_killed_mate_is_missed_after_a_few_beats_long_before_the_deadline(stra
         report = said(job.ranks[2], "error")
         assert report["rank"] == 3
         assert "rank 3 is lost" in report["message"]
-        assert report["at"] - killed < 10, "silence of four beats is enough where its socket is closed"
+        assert report["at"] - killed < 10, (
+            "silence of four beats is enough where its socket is closed"
+        )
 
 
 def test_a_stopped_rank_is_lost_after_the_deadline_and_not_before():

@@ -23,7 +23,9 @@ def flat(model):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.out = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 2)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x):
@@ -84,7 +86,9 @@ def test_a_gossip_run_ends_identical_everywhere_with_nothing_left(spec):
     assert sum(result["local"]["folds"] for result in results) > 3
 
 
-@pytest.mark.parametrize("topology", [[[0, 1, 2], [3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str)
+@pytest.mark.parametrize(
+    "topology", [[[0, 1, 2], [3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str
+)
 def test_the_ranks_of_any_node_are_one_learner(topology):
     results = ranks(4, train, spec="adpsgd:replica=node", topology=topology)
     assert all(torch.equal(result["end"], results[0]["end"]) for result in results)
@@ -101,15 +105,21 @@ def test_learners_may_finish_at_different_times(spec, steps):
 
 
 def test_no_stop_protocol_is_needed_from_the_user_and_nobody_hangs_on_exit():
-    assert [result["threads"] for result in ranks(4, train, spec="adpsgd", steps=[1, 2, 3, 4])] == [0] * 4
+    assert [result["threads"] for result in ranks(4, train, spec="adpsgd", steps=[1, 2, 3, 4])] == [
+        0
+    ] * 4
 
 
 class Parts(nn.Module):
-    """Of three vectors each rank uses those it is told to; the loss is linear, so gradients are the same at any point."""
+    """Of three vectors each rank uses those it is told to; the loss is linear, so gradients are
+    the same at any point.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.everybody, self.somebody, self.nobody = (nn.Parameter(torch.full((n,), float(n))) for n in (3, 5, 4))
+        self.everybody, self.somebody, self.nobody = (
+            nn.Parameter(torch.full((n,), float(n))) for n in (3, 5, 4)
+        )
 
     def forward(self, rank: int) -> torch.Tensor:
         loss = (1 + rank) * self.everybody.sum()
@@ -131,7 +141,9 @@ def partly(rank: int, spec: str):
 
 @pytest.mark.parametrize("spec", ["adpsgd", "adpsgd:replica=node"])
 def test_gradients_are_not_misaligned_when_a_parameter_is_unused(spec):
-    """20 steps of 0.01 along the mean gradient of the ranks, in which who does not use a parameter counts as zero."""
+    """20 steps of 0.01 along the mean gradient of the ranks, in which who does not use a
+    parameter counts as zero.
+    """
     results = ranks(4, partly, spec=spec)
     for (everybody, somebody, nobody), unused, folds in results:
         torch.testing.assert_close(everybody, torch.full((3,), 3.0 - 0.2 * 2.5))
@@ -142,17 +154,22 @@ def test_gradients_are_not_misaligned_when_a_parameter_is_unused(spec):
 
 
 def normalised(rank: int, steps: int):
-    """One batch of a size that differs between ranks goes through BatchNorm; after that statistics change by gossip alone."""
+    """One batch of a size that differs between ranks goes through BatchNorm; after that
+    statistics change by gossip alone.
+    """
     norm = nn.BatchNorm1d(3)
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
-    with loosestep.attach(norm, optimizer, "adpsgd:topology=random-ring", topology=Topology(GRID), deadline=20):
+    with loosestep.attach(
+        norm, optimizer, "adpsgd:topology=random-ring", topology=Topology(GRID), deadline=20
+    ):
         norm((rank + 1) * torch.randn(64, 3))
         own = norm.running_var.clone()
         dist.barrier()
         for _ in range(steps):
             optimizer.step()
             time.sleep(0.002)
-        return own, norm.running_var.clone()  # before the end of the run, which makes everything equal
+        # before the end of the run, which makes everything equal
+        return own, norm.running_var.clone()
 
 
 def test_batch_norm_is_exchanged_while_training_goes_on():
@@ -166,23 +183,33 @@ def test_batch_norm_is_exchanged_while_training_goes_on():
 def statistics(rank: int, spec: str, topology, dtype=torch.float32):
     """Inputs far below zero into a batch norm that learns nothing, attached and alone."""
     torch.manual_seed(0)
-    model, alone = nn.BatchNorm1d(3, dtype=dtype), nn.BatchNorm1d(3, dtype=dtype)
+    model = nn.BatchNorm1d(3, dtype=dtype)
+    alone = nn.BatchNorm1d(3, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with loosestep.attach(model, optimizer, spec, topology=Topology(topology), deadline=20):
         for step in range(10):
-            x = torch.randn(16, 3, generator=torch.Generator().manual_seed(100 * rank + step)) - 3 * (rank + 1)
+            x = torch.randn(
+                16, 3, generator=torch.Generator().manual_seed(100 * rank + step)
+            ) - 3 * (rank + 1)
             x = x.to(dtype)
             alone(x)
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
-    return [model.running_mean.clone(), model.running_var.clone()], [alone.running_mean, alone.running_var]
+    return [model.running_mean.clone(), model.running_var.clone()], [
+        alone.running_mean,
+        alone.running_var,
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_means_of_a_batch_norm_may_be_negative(world):
-    """Averaging is linear and so are the updates: the end is the mean of what each rank would have found alone."""
-    results = ranks(world, statistics, spec="adpsgd:lockstep=true", topology=[[r] for r in range(world)])
+    """Averaging is linear and so are the updates: the end is the mean of what each rank would
+    have found alone.
+    """
+    results = ranks(
+        world, statistics, spec="adpsgd:lockstep=true", topology=[[r] for r in range(world)]
+    )
     for kind in (0, 1):
         expected = torch.stack([alone[kind] for _, alone in results]).mean(0)
         for ended, _ in results:
@@ -190,11 +217,15 @@ def test_the_means_of_a_batch_norm_may_be_negative(world):
     assert (results[0][0][0] < -1).all()
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str
+)
 @pytest.mark.parametrize("topology", [[[0, 1]], [[0, 1], [2, 3]]], ids=str)
 def test_the_statistics_of_a_node_are_the_mean_of_its_ranks(topology, dtype, close):
     world = sum(map(len, topology))
-    results = ranks(world, statistics, spec="adpsgd:replica=node,lockstep=true", topology=topology, dtype=dtype)
+    results = ranks(
+        world, statistics, spec="adpsgd:replica=node,lockstep=true", topology=topology, dtype=dtype
+    )
     for kind in (0, 1):
         expected = torch.stack([alone[kind] for _, alone in results]).mean(0)
         for ended, _ in results:
@@ -235,7 +266,10 @@ def test_a_graph_that_does_not_work_is_refused_on_every_rank(topology, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"topology": "rink"}, "unknown topology 'rink'; valid are ring, random-ring, pairs, exponential"),
+        (
+            {"topology": "rink"},
+            "unknown topology 'rink'; valid are ring, random-ring, pairs, exponential",
+        ),
         ({"rate": 0}, "rate must be above 0"),
         ({"max_staleness": 0}, "max_staleness must be a whole number of at least 1"),
         ({"replica": "gpu"}, "replica must be one of"),
@@ -251,7 +285,10 @@ def test_bad_arguments_are_refused_at_construction(arguments, message):
 def late_momentum(rank: int):
     model = nn.Linear(2, 2)
     loosestep.attach(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), "adpsgd:average_momentum=true", topology=Topology([[0]])
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        "adpsgd:average_momentum=true",
+        topology=Topology([[0]]),
     )
 
 
@@ -283,7 +320,9 @@ def test_momentum_is_averaged_on_request_and_stays_local_otherwise():
 
 
 def resumed(rank: int, spec: str):
-    """Parameters that are loaded after attach, and the mean that is read before anybody has made a step."""
+    """Parameters that are loaded after attach, and the mean that is read before anybody has made
+    a step.
+    """
     model = nn.ParameterList([nn.Parameter(torch.zeros(50))])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with loosestep.attach(model, optimizer, spec, topology=Topology(GRID), deadline=20) as run:
@@ -313,7 +352,9 @@ def deserted(rank: int, spec: str):
     logging.getLogger("loosestep").addHandler(handler)
     model = nn.ParameterList([nn.Parameter(torch.full((3,), float(rank)))])
     try:
-        with loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), spec, deadline=20) as run:
+        with loosestep.attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), spec, deadline=20
+        ) as run:
             model[0].data.fill_(float(rank))
             if rank == 1:
                 raise KeyError("a mistake")
@@ -329,19 +370,24 @@ def deserted(rank: int, spec: str):
 def test_a_rank_that_leaves_before_the_end_is_named_once_and_not_part_of_the_result():
     first, _, other = ranks(3, deserted, spec="adpsgd")
     for said, lost, end in (first, other):
-        assert said == ["rank 1 has left before the end; the others go on, and its model is not part of their result"]
+        assert said == [
+            "rank 1 has left before the end; the others go on, and its model is not part of their "
+            "result"
+        ]
         assert lost == [1]
         assert torch.equal(end, torch.ones(3))  # of 0 and 2
 
 
-# Delay by one ---------------------------------------------------------------------------------------------------------
+# Delay by one -------------------------------------------------------------------------------------
 
 
 def delayed(rank: int, older: bool, steps: int = 12):
     model = nn.ParameterList([nn.Parameter(torch.linspace(0, 1, 7, dtype=torch.float64))])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
-    with loosestep.attach(model, optimizer, DelayByOne(older_gradient=older), topology=Topology(GRID), deadline=20):
+    with loosestep.attach(
+        model, optimizer, DelayByOne(older_gradient=older), topology=Topology(GRID), deadline=20
+    ):
         for _ in range(steps):
             seen.append(model[0].detach().clone())
             optimizer.zero_grad()
@@ -352,16 +398,20 @@ def delayed(rank: int, older: bool, steps: int = 12):
 
 @pytest.mark.parametrize("older", [False, True])
 def test_delay_by_one_is_its_formula(older):
-    """x_{k+1} = mean(x_k) - a g(x_k), or - a g(x_{k-1}): the model that computes gradients sees x_k, or x_{k-1}."""
+    """x_{k+1} = mean(x_k) - a g(x_k), or - a g(x_{k-1}): the model that computes gradients sees
+    x_k, or x_{k-1}.
+    """
     results = ranks(4, delayed, older=older)
     start = torch.linspace(0, 1, 7, dtype=torch.float64)
-    previous, now = [start] * 4, [start] * 4
+    previous = [start] * 4
+    now = [start] * 4
     for step in range(12):
         at = previous if older else now
         for rank, (seen, _) in enumerate(results):
             torch.testing.assert_close(seen[step], at[rank], rtol=0, atol=1e-12)
         mean = sum(now) / 4
-        previous, now = now, [mean - 0.1 * (at[rank] - rank) for rank in range(4)]
+        previous = now
+        now = [mean - 0.1 * (at[rank] - rank) for rank in range(4)]
     for _, end in results:
         torch.testing.assert_close(end, sum(now) / 4, rtol=0, atol=1e-12)
 
@@ -372,7 +422,9 @@ def spoil(rank: int, spec: str, victim: int):
     run = loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), spec, deadline=20)
     if rank == victim:
         model.weight.data.fill_(float("nan"))
-        with pytest.raises(loosestep.CommError, match=f"the parameters of rank {victim} contain NaN or Inf"):
+        with pytest.raises(
+            loosestep.CommError, match=f"the parameters of rank {victim} contain NaN or Inf"
+        ):
             run.finish()
         return None
     run.finish()

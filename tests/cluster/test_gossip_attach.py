@@ -22,7 +22,9 @@ def attach(spec="adpsgd", **options):
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return loosestep.attach(model, optimizer, spec, **{"topology": APART, "deadline": 20, **options})
+    return loosestep.attach(
+        model, optimizer, spec, **{"topology": APART, "deadline": 20, **options}
+    )
 
 
 def train(run, target, steps=10):
@@ -36,7 +38,9 @@ def train(run, target, steps=10):
 
 def start_badly(rank: int, fault: str):
     """Rank 1 cannot start; all are to see why, soon, and to leave nothing behind."""
-    threads, begun, options = threading.active_count(), time.monotonic(), {}
+    threads = threading.active_count()
+    begun = time.monotonic()
+    options = {}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         if "port" in fault and rank == 1:
             os.environ["LOOSESTEP_PORT"] = str(taken.getsockname()[1])
@@ -80,7 +84,9 @@ def sealed(rank: int, **options):
     return ids, run.model.weight.detach().clone(), run.stats["rejected"]
 
 
-@pytest.mark.parametrize("options", [{}, {"key": KEY}, {"key": KEY, "encrypt": True}], ids=["clear", "key", "curve"])
+@pytest.mark.parametrize(
+    "options", [{}, {"key": KEY}, {"key": KEY, "encrypt": True}], ids=["clear", "key", "curve"]
+)
 def test_a_run_with_a_key_or_encrypted_ends_like_one_in_the_clear(options):
     results = ranks(3, sealed, **options)
     assert all(torch.equal(weight, results[0][1]) for _, weight, _ in results)
@@ -88,9 +94,12 @@ def test_a_run_with_a_key_or_encrypted_ends_like_one_in_the_clear(options):
 
 
 def mechanism(address) -> str:
-    """What the socket at an address wants its connections to speak: ZMTP says it in the 64 bytes of its greeting."""
+    """What the socket at an address wants its connections to speak: ZMTP says it in the 64 bytes
+    of its greeting.
+    """
     with socket.create_connection(tuple(address), timeout=5) as stranger:
-        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03")  # as much of ours as it takes to see all of theirs
+        # as much of ours as it takes to see all of theirs
+        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03")
         greeting = b""
         while len(greeting) < 64:
             greeting += stranger.recv(64) or pytest.fail(f"hung up after {greeting!r}")
@@ -100,15 +109,23 @@ def mechanism(address) -> str:
 def spoken(rank: int, **options):
     with attach(**options) as run:
         courier = run._engine._mailbox._courier
-        return mechanism(courier.transport.address), [key is not None for key in courier.wire._outgoing.values()]
+        return mechanism(courier.transport.address), [
+            key is not None for key in courier.wire._outgoing.values()
+        ]
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, ("NULL", False)), ({"key": KEY}, ("NULL", True)), ({"key": KEY, "encrypt": True}, ("CURVE", True))],
+    [
+        ({}, ("NULL", False)),
+        ({"key": KEY}, ("NULL", True)),
+        ({"key": KEY, "encrypt": True}, ("CURVE", True)),
+    ],
     ids=["clear", "key", "curve"],
 )
-def test_a_key_signs_the_frames_of_every_edge_and_encrypt_is_what_the_socket_demands(options, expected):
+def test_a_key_signs_the_frames_of_every_edge_and_encrypt_is_what_the_socket_demands(
+    options, expected
+):
     mechanism, signed = expected
     assert ranks(3, spoken, **options) == [(mechanism, [signed, signed])] * 3
 
@@ -176,7 +193,10 @@ def in_the_shadow(rank: int):
         train(run, rank, steps=1)  # its fold is the first, which is not put off
         met = []
         begin = box.exchange
-        box.exchange = lambda *peer: (met.append((box._shadow.published, box._shadow.steps)), begin(*peer))[1]
+        box.exchange = lambda *peer: (
+            met.append((box._shadow.published, box._shadow.steps)),
+            begin(*peer),
+        )[1]
         train(run, rank, steps=25)
         folds = box.counters["folds"]
     return met, folds
@@ -210,7 +230,8 @@ def logged(rank: int):
 
 def test_bytes_and_consensus_distance_are_in_the_log():
     for events, before, after in ranks(3, logged):
-        gossiped = [event.fields["bytes"] for event in events if event.kind == "sent"][1:]  # the first: the first model
+        # the first: the first model
+        gossiped = [event.fields["bytes"] for event in events if event.kind == "sent"][1:]
         assert sum(gossiped) >= after["bytes_sent"] > 0
         assert [event.fields["value"] for event in events if event.kind == "distance"][-1] > 0
         assert before["exchanges_per_second"] > 0
@@ -218,14 +239,24 @@ def test_bytes_and_consensus_distance_are_in_the_log():
 
 
 def evaluate_gathered(rank: int):
-    """A consensus right after a forward without a backward, for which `fully_shard` keeps what it gathered."""
+    """A consensus right after a forward without a backward, for which `fully_shard` keeps what
+    it gathered.
+    """
     from torch.distributed.fsdp import fully_shard
 
-    topology, x = Topology([[0], [1], [2]]), torch.ones(2, 4)
+    topology = Topology([[0], [1], [2]])
+    x = torch.ones(2, 4)
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(4, 3), mesh=loosestep.node_mesh(topology=topology), reshard_after_forward=False)
+    model = fully_shard(
+        nn.Linear(4, 3), mesh=loosestep.node_mesh(topology=topology), reshard_after_forward=False
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with loosestep.attach(model, optimizer, "adpsgd:rate=0.01", topology=topology, deadline=20) as run, torch.no_grad():
+    with (
+        loosestep.attach(
+            model, optimizer, "adpsgd:rate=0.01", topology=topology, deadline=20
+        ) as run,
+        torch.no_grad(),
+    ):
         with torch.enable_grad():
             train(run, rank**2, steps=3)
         before = model(x)

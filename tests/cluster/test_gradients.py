@@ -19,7 +19,9 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(1, 4, 3, padding=1)
         self.norm = nn.BatchNorm2d(4)
         self.first = nn.Linear(64, 64)
-        self.left, self.right, self.never = nn.Linear(64, 3), nn.Linear(64, 3), nn.Linear(64, 3)
+        self.left = nn.Linear(64, 3)
+        self.right = nn.Linear(64, 3)
+        self.never = nn.Linear(64, 3)
         self.branches = branches
 
     def forward(self, x: torch.Tensor, left: bool = True) -> torch.Tensor:
@@ -62,11 +64,15 @@ def train(
             p.requires_grad_(False)
     opt = optimizer_for(optimizer, net)
     model = DistributedDataParallel(net, find_unused_parameters=branches) if ddp else net
-    run = None if ddp else loosestep.attach(net, opt, spec, topology=Topology(topology), deadline=10)
+    run = (
+        None if ddp else loosestep.attach(net, opt, spec, topology=Topology(topology), deadline=10)
+    )
     for step in range(steps):
         for micro in range(accumulate):
             x, y = batch(rank, step * accumulate + micro)
-            context = (model if ddp else run).no_sync() if micro < accumulate - 1 else torch.enable_grad()
+            context = (
+                (model if ddp else run).no_sync() if micro < accumulate - 1 else torch.enable_grad()
+            )
             with context:
                 left = (rank + step) % 2 == 0 if branches else True
                 (nn.functional.mse_loss(model(x, left), y) / accumulate).backward()
@@ -106,7 +112,9 @@ def test_daso_inside_one_node_is_ddp_bit_for_bit():
     assert torch.equal(ours[0][0], theirs[0][0])
 
 
-@pytest.mark.parametrize("topology", [[[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]])
+@pytest.mark.parametrize(
+    "topology", [[[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]]
+)
 def test_all_reduce_is_ddp_to_rounding_at_four_ranks_on_any_nodes(topology):
     theirs = ranks(4, train, ddp=True)
     ours = ranks(4, train, ddp=False, topology=topology)
@@ -128,7 +136,11 @@ def test_a_parameter_that_no_rank_uses_keeps_no_gradient():
 def sparse(rank: int):
     model = nn.Embedding(4, 2, sparse=True)
     run = loosestep.attach(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce", topology=Topology([[0, 1]]), deadline=5
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        "allreduce",
+        topology=Topology([[0, 1]]),
+        deadline=5,
     )
     with run:
         model(torch.tensor([1])).sum().backward()
@@ -164,7 +176,9 @@ def test_buckets_of_one_dtype_each_carry_the_mean():
 def initialised(rank: int):
     """attach inside an initialised program leaves torch.distributed as it was."""
     model = nn.Linear(2, 2)
-    with loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "daso", topology=Topology([[0], [1]])):
+    with loosestep.attach(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "daso", topology=Topology([[0], [1]])
+    ):
         pass
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -1,4 +1,6 @@
-"""Real signals and mailboxes alone; what killed and briefly stopped ranks cost is in test_gossip_faults.py."""
+"""Real signals and mailboxes alone; what killed and briefly stopped ranks cost is in
+test_gossip_faults.py.
+"""
 
 import signal
 import time

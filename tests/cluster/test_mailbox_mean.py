@@ -20,9 +20,12 @@ QUICK = {"beat": 0.1, "suspend": 1.0, "retry": 0.1}
 
 
 def test_mean_is_untouched_by_1000_exchanges_200_drops_late_messages_and_one_kill(tmp_path):
-    """The mean over the survivors and the dead rank's last snapshot, once what only one side of an edge has applied is
-    taken out: and that is in the log, pair by pair. The kill comes right before an answer leaves."""
-    victim, survivors = 3, [0, 1, 2, 4, 5, 6, 7]
+    """The mean over the survivors and the dead rank's last snapshot, once what only one side of an
+    edge has applied is taken out: and that is in the log, pair by pair. The kill comes right before
+    an answer leaves.
+    """
+    victim = 3
+    survivors = [0, 1, 2, 4, 5, 6, 7]
     options = {
         "size": SIZE,
         "exchanges": 145,
@@ -49,7 +52,12 @@ def test_mean_is_untouched_by_1000_exchanges_200_drops_late_messages_and_one_kil
             assert (chunk, q) in logged
             drift[chunk * CHUNK : (chunk + 1) * CHUNK] -= moved
             halves += 1
-    print("pairs that one side alone has applied", halves, "the rest of the drift", np.abs(drift).max())
+    print(
+        "pairs that one side alone has applied",
+        halves,
+        "the rest of the drift",
+        np.abs(drift).max(),
+    )
     assert halves > 0  # the kill did hit an exchange
     assert np.abs(drift).max() < 1e-12 * np.abs(total).max()
     assert sum(report["counters"]["exchanges"] for report in reports.values()) >= 1000
@@ -73,7 +81,9 @@ def test_the_fixed_ring_contracts_by_the_eigenvalue(tmp_path):
 
 
 def test_the_randomized_ring_contracts_by_the_eigenvalue(tmp_path):
-    with gang("lockstep", 8, tmp_path, size=2000, topology="random-ring", rounds=100, fresh=True) as run:
+    with gang(
+        "lockstep", 8, tmp_path, size=2000, topology="random-ring", rounds=100, fresh=True
+    ) as run:
         run.join()
         states = np.stack([run.params(rank, "states") for rank in range(8)])
     distance = squared_distance(states)
@@ -98,7 +108,9 @@ def test_an_idle_mailbox_uses_no_cpu_to_speak_of(tmp_path):
     assert max(shares) < 0.03
 
 
-def test_at_most_four_extra_copies_of_the_parameters_and_a_fifth_for_a_consensus_and_the_end(tmp_path):
+def test_at_most_four_extra_copies_of_the_parameters_and_a_fifth_for_a_consensus_and_the_end(
+    tmp_path,
+):
     size = 48 << 18  # 48 MB of float32
     with gang("memory", 3, tmp_path, size=size, dtype="float32", exchanges=8) as run:
         reports = run.join().values()

@@ -1,4 +1,6 @@
-"""Mailboxes on emulated machines: a link that goes one way; nothing without a key. More in test_gossip_faults.py."""
+"""Mailboxes on emulated machines: a link that goes one way; nothing without a key. More in
+test_gossip_faults.py.
+"""
 
 import time
 
@@ -13,7 +15,8 @@ from loosestep.core.gossip.mailbox import Mailbox
 from loosestep.lab import leftovers
 from loosestep.lab.network import Network
 
-SIZE, KEY = 100_000, "0123456789abcdef" * 2
+SIZE = 100_000
+KEY = "0123456789abcdef" * 2
 
 
 @pytest.fixture
@@ -27,7 +30,11 @@ def network():
 
 
 def run_on(network, folder, **options):
-    places = {"namespaces": [network.namespace(node) for node in range(3)], "master": network.address(0), "key": KEY}
+    places = {
+        "namespaces": [network.namespace(node) for node in range(3)],
+        "master": network.address(0),
+        "key": KEY,
+    }
     return gang("free", 3, folder, **({"size": SIZE, "step": 0.01} | places | options))
 
 
@@ -58,5 +65,9 @@ def test_a_link_that_goes_one_way_is_given_up_by_both_ends(network, tmp_path):
 def test_without_a_key_nothing_starts_off_loopback(network, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", network.address(1))
     monkeypatch.delenv("LOOSESTEP_KEY", raising=False)
-    with pytest.raises(ValueError, match=r"10.83.0.1 is not a loopback address, so gossip needs a run key"):
-        network.inside(0, lambda: Mailbox(HashStore(), 0, world=[0], params=[torch.zeros(3)], layout=b""))
+    with pytest.raises(
+        ValueError, match=r"10.83.0.1 is not a loopback address, so gossip needs a run key"
+    ):
+        network.inside(
+            0, lambda: Mailbox(HashStore(), 0, world=[0], params=[torch.zeros(3)], layout=b"")
+        )

@@ -1,4 +1,6 @@
-"""What stays on the devices, with gloo standing in for NCCL on real processes: the same numbers as over the host."""
+"""What stays on the devices, with gloo standing in for NCCL on real processes: the same numbers
+as over the host.
+"""
 
 import pytest
 import test_gradients
@@ -28,7 +30,13 @@ def uneven(rank: int, *, ways=None, **arguments):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clip": True, "optimizer": "adam"}, {"accumulate": 3}, {"branches": True}, {"spec": "daso"}],
+    [
+        {},
+        {"clip": True, "optimizer": "adam"},
+        {"accumulate": 3},
+        {"branches": True},
+        {"spec": "daso"},
+    ],
     ids=str,
 )
 def test_gradients_that_stay_on_the_device_have_the_bits_of_those_over_the_host(options):
@@ -54,7 +62,8 @@ def test_ranks_that_are_away_add_zeros_on_the_device(spec, topology, steps):
     ours = ranks(4, uneven, spec=spec, steps=steps, topology=topology)
     theirs = ranks(4, test_uneven.uneven, spec=spec, steps=steps, topology=topology)
     assert all(torch.equal(end, theirs[0][0]) for end, *_ in ours)
-    assert (ours[0][2]["inside"] > 0) == ("local_period" not in spec)  # parameters are averaged over the host
+    # parameters are averaged over the host
+    assert (ours[0][2]["inside"] > 0) == ("local_period" not in spec)
 
 
 def buckets(rank: int):
@@ -72,7 +81,10 @@ def test_buckets_of_every_dtype_stay():
 
 def gossip(rank: int):
     model, optimizer = test_uneven.build()
-    with near(rank) as traffic, loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=NODES, deadline=10):
+    with (
+        near(rank) as traffic,
+        loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=NODES, deadline=10),
+    ):
         for step in range(10 + rank):
             test_uneven.one_step(model, optimizer, rank, step)
     return test_uneven.flat(model), traffic
@@ -84,7 +96,9 @@ def test_gossiping_nodes_average_inside_on_the_devices():
     assert all(traffic["inside"] > 0 for _, traffic in results)
 
 
-@pytest.mark.parametrize(("gpus", "ways"), [("share", {}), ("own", {"LOOSESTEP_GRADIENTS": "host"})], ids=str)
+@pytest.mark.parametrize(
+    ("gpus", "ways"), [("share", {}), ("own", {"LOOSESTEP_GRADIENTS": "host"})], ids=str
+)
 def test_ranks_that_share_a_gpu_or_are_told_to_average_over_the_host(gpus, ways):
     theirs = ranks(2, test_gradients.train, ddp=False, **INSIDE)
     for end, _, traffic in ranks(2, gradients, gpus=gpus, ways=ways, **INSIDE):
@@ -121,7 +135,9 @@ def sharded(rank: int, inside: str, lanes: str):
     with near(rank, LOOSESTEP_LANES=lanes) as traffic:
         model = build(inside)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with loosestep.attach(model, optimizer, "daso:period=2,delay=1", topology=NODES, deadline=10):
+        with loosestep.attach(
+            model, optimizer, "daso:period=2,delay=1", topology=NODES, deadline=10
+        ):
             for step in range(6):
                 train(model, optimizer, rank, step, inside)
     return whole(model), traffic
@@ -129,20 +145,23 @@ def sharded(rank: int, inside: str, lanes: str):
 
 @pytest.mark.parametrize("inside", ["fsdp", "ddp"])
 def test_shards_are_exchanged_between_devices_and_nothing_else_is(inside):
-    over_devices, over_hosts = (ranks(4, sharded, inside=inside, lanes=lanes) for lanes in ("nccl", "gloo"))
+    over_devices, over_hosts = (
+        ranks(4, sharded, inside=inside, lanes=lanes) for lanes in ("nccl", "gloo")
+    )
     for (end, traffic), (reference, nothing) in zip(over_devices, over_hosts, strict=True):
         assert torch.equal(end, reference)
         assert traffic["between"] > 0
         assert not nothing
-        assert (traffic["inside"] > 0) == (
-            inside == "ddp"
-        )  # copies are shared inside the node, shards have nobody to share with
+        # copies are shared inside the node, shards have nobody to share with
+        assert (traffic["inside"] > 0) == (inside == "ddp")
 
 
 def attach(rank: int, spec: str = "daso", gpus: str = "own", ways=LANES):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ways = {name: values if isinstance(values, str) else values[rank] for name, values in ways.items()}
+    ways = {
+        name: values if isinstance(values, str) else values[rank] for name, values in ways.items()
+    }
     with near(rank, gpus=gpus, **ways):
         loosestep.attach(model, optimizer, spec, topology=Topology([[0], [1]]), deadline=10)
 
@@ -151,11 +170,17 @@ def attach(rank: int, spec: str = "daso", gpus: str = "own", ways=LANES):
     ("arguments", "message"),
     [
         ({"gpus": "none"}, "the parameters are on cpu"),
-        ({"gpus": "share"}, "a GPU of its own for each of the ranks 0, 1, which have the only gpu, the only gpu"),
+        (
+            {"gpus": "share"},
+            "a GPU of its own for each of the ranks 0, 1, which have the only gpu, the only gpu",
+        ),
         ({"spec": "adpsgd"}, "are made by the host"),
         ({"spec": "delay-by-one:older_gradient=true"}, "are made by the host"),
         ({"ways": {"LOOSESTEP_LANES": "rdma"}}, "LOOSESTEP_LANES must be gloo or nccl, got 'rdma'"),
-        ({"ways": {"LOOSESTEP_LANES": ["gloo", "nccl"]}}, "set these variables on all ranks or on none"),
+        (
+            {"ways": {"LOOSESTEP_LANES": ["gloo", "nccl"]}},
+            "set these variables on all ranks or on none",
+        ),
     ],
 )
 def test_lanes_that_cannot_be_on_the_devices_are_refused_on_every_rank(arguments, message):

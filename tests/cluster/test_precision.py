@@ -1,4 +1,6 @@
-"""Mixed precision: bfloat16 parameters, autocast over float32 ones, a GradScaler that meets an Inf on one node only."""
+"""Mixed precision: bfloat16 parameters, autocast over float32 ones, a GradScaler that meets an
+Inf on one node only.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,11 @@ def low(rank: int, inside: str, form: str, topology: Topology = GRID, device: st
             x = batch(rank, step, inside, device)
             optimizer.zero_grad()
             with torch.autocast(device, torch.bfloat16, enabled=form == "autocast"):
-                loss = (model(x.to(torch.bfloat16 if form == "bfloat16" else torch.float32)) - 1).square().mean()
+                loss = (
+                    (model(x.to(torch.bfloat16 if form == "bfloat16" else torch.float32)) - 1)
+                    .square()
+                    .mean()
+                )
             assert form != "master weights" or loss.dtype == torch.bfloat16
             loss.backward()
             optimizer.step()
@@ -47,8 +53,17 @@ def test_low_precision_learns_and_ends_identical(inside, form):
         assert sum(losses[-4:]) < sum(losses[:4])
 
 
-def scaled(rank: int, inside: str, spec: str, unlucky: int = 2, topology: Topology = GRID, device: str = "cpu"):
-    """A rank of the second node meets an Inf at step 3: its node skips that step, the other goes on."""
+def scaled(
+    rank: int,
+    inside: str,
+    spec: str,
+    unlucky: int = 2,
+    topology: Topology = GRID,
+    device: str = "cpu",
+):
+    """A rank of the second node meets an Inf at step 3: its node skips that step, the other goes
+    on.
+    """
     model = build(inside, topology=topology, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler(device, init_scale=8.0, growth_interval=1000)
@@ -89,16 +104,21 @@ def skips(results: list[tuple[int, float, torch.Tensor]], skipping: tuple[int, .
 
 
 def scaled_apart(rank: int, unlucky: int):
-    """Two optimizers step in the order in which they were not attached; one of them meets an Inf at step 2. What each is
-    followed by: the steps that the run has counted."""
+    """Two optimizers step in the order in which they were not attached; one of them meets an Inf at
+    step 2. What each is followed by: the steps that the run has counted.
+    """
     layers = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in layers]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
     counted = []
-    with loosestep.attach(layers, optimizers[::-1], "daso:period=2", topology=Topology([[0], [1]]), deadline=20) as run:
+    with loosestep.attach(
+        layers, optimizers[::-1], "daso:period=2", topology=Topology([[0], [1]]), deadline=20
+    ) as run:
         for step in range(5):
             for index, layer in enumerate(layers):
-                x = batch(rank, step, "plain") * (float("inf") if (step, index) == (2, unlucky) else 1.0)
+                x = batch(rank, step, "plain") * (
+                    float("inf") if (step, index) == (2, unlucky) else 1.0
+                )
                 scaler.scale(layer(x).square().mean()).backward()
             for optimizer in optimizers:
                 scaler.step(optimizer)

@@ -71,7 +71,11 @@ def bad(rank: int, case: str):
         ("foreign optimizer", ["build the optimizer from model.parameters()"] * 2),
         ("a scheduler", ["must be a torch optimizer or several of them, got StepLR"] * 2),
         ("no plain group", ["group 0 of SGD holds rule={1, 2}, which cannot be sent"] * 2),
-        ("shape", ["entry 0 is 'weight: (3, 3) float32' on rank 1 and 'weight: (2, 3) float32' on rank 0"] * 2),
+        (
+            "shape",
+            ["entry 0 is 'weight: (3, 3) float32' on rank 1 and 'weight: (2, 3) float32' on rank 0"]
+            * 2,
+        ),
         ("dtype", ["'weight: (2, 3) float64' on rank 1"] * 2),
         ("more", ["1 tensors on rank 1, 2 on rank 0"] * 2),
         (
@@ -81,10 +85,16 @@ def bad(rank: int, case: str):
                 "parameter weight contains NaN or Inf on rank 1",
             ],
         ),
-        ("strategy", ["rank 1 uses the strategy daso:period=8, rank 0 daso; all ranks need the same"] * 2),
+        (
+            "strategy",
+            ["rank 1 uses the strategy daso:period=8, rank 0 daso; all ranks need the same"] * 2,
+        ),
         (
             "typo",
-            ["rank 1 could not attach: unknown strategy 'dasso'", "unknown strategy 'dasso' (did you mean 'daso'?)"],
+            [
+                "rank 1 could not attach: unknown strategy 'dasso'",
+                "unknown strategy 'dasso' (did you mean 'daso'?)",
+            ],
         ),
         ("ddp", ["wrapped in DistributedDataParallel"] * 2),
         ("lbfgs", ["use a strategy with replica='rank'"] * 2),
@@ -135,7 +145,9 @@ def changed(rank: int, case: str):
         if case == "unfreeze":
             model[1].requires_grad_(True)
         elif "assign" in case:
-            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            model.load_state_dict(
+                {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+            )
         else:
             optimizer.add_param_group({"params": list(model[1].parameters())})
         if case != "assign, finish":
@@ -194,7 +206,10 @@ def poisoned_node(rank: int, row: int):
 @pytest.mark.parametrize("row", [0, 1])
 def test_nan_of_a_node_is_found_by_the_rank_that_would_send_it(row):
     for message in errors(4, poisoned_node, row=row):
-        assert f"parameters of rank {2 + row} contain NaN or Inf at step 1: nothing was exchanged" in message
+        assert (
+            f"parameters of rank {2 + row} contain NaN or Inf at step 1: nothing was exchanged"
+            in message
+        )
 
 
 def same_data(rank: int, spec: str, topology: list[list[int]]):
@@ -209,7 +224,8 @@ def same_data(rank: int, spec: str, topology: list[list[int]]):
 
 
 @pytest.mark.parametrize(
-    ("spec", "topology"), [("localsgd:period=1", [[0], [1]]), ("allreduce", [[0, 1]]), ("daso:period=1", [[0], [1]])]
+    ("spec", "topology"),
+    [("localsgd:period=1", [[0], [1]]), ("allreduce", [[0, 1]]), ("daso:period=1", [[0], [1]])],
 )
 def test_ranks_that_see_the_same_data_are_warned_once(spec, topology):
     for seen in ranks(2, same_data, spec=spec, topology=topology):

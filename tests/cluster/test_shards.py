@@ -1,4 +1,6 @@
-"""What holds for models that are sharded or wrapped inside their node: means, endings, checkpoints, accumulation."""
+"""What holds for models that are sharded or wrapped inside their node: means, endings,
+checkpoints, accumulation.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ def traffic(rank: int):
     model = fully_shard(nn.Linear(256, 255), mesh=mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     held = sum(p.to_local().numel() * 4 for p in model.parameters())
-    with loosestep.attach(model, optimizer, "daso:period=2,delay=0", topology=GRID, deadline=20) as run:
+    with loosestep.attach(
+        model, optimizer, "daso:period=2,delay=0", topology=GRID, deadline=20
+    ) as run:
         for step in range(8):
             if step == 2:  # the start and the first exchange are behind us
                 before = run.stats["bytes_sent"]
@@ -46,12 +50,15 @@ class Line(nn.Module):
 
 
 def drift(rank: int, spec: str, steps: int):
-    """The mean of the nodes' models against where the gradients alone would take it, after every step."""
+    """The mean of the nodes' models against where the gradients alone would take it, after every
+    step.
+    """
     from torch.distributed.fsdp import fully_shard
 
     model = fully_shard(Line(), mesh=mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected, errors = whole(model), []
+    expected = whole(model)
+    errors = []
     with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
         for step in range(steps):
             optimizer.zero_grad()
@@ -79,7 +86,9 @@ def test_an_exchange_of_shards_never_moves_the_mean_of_the_nodes(spec):
 
 
 def train_gossip(rank: int, inside: str, spec: str, device: str = "cpu"):
-    """Replicas that learn, gossiping asynchronously: loss before and after, and what all hold in the end."""
+    """Replicas that learn, gossiping asynchronously: loss before and after, and what all hold in
+    the end.
+    """
     model = build(inside, seed=GRID.node_of(rank), width=6, norm=inside == "fsdp", device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = []
@@ -122,11 +131,15 @@ def test_nodes_that_gossip_about_shards_learn_and_end_identical(inside, spec):
 
 
 def count(rank: int, consensus: bool):
-    """What the ranks of a node say at every step that all have done, while each hears of others in its own lane."""
+    """What the ranks of a node say at every step that all have done, while each hears of others
+    in its own lane.
+    """
     model = build("fsdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     seen = []
-    with loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=GRID, deadline=20) as run:
+    with loosestep.attach(
+        model, optimizer, "adpsgd:replica=node", topology=GRID, deadline=20
+    ) as run:
         members = run._engine._mailbox._courier.members
         hear = members.progress
         members.progress = lambda: hear() + 1000 * rank
@@ -146,7 +159,8 @@ def test_the_ranks_of_a_node_count_the_same_gradients_at_every_step(consensus):
         assert results[one] == results[other]
         seen, end = results[one]
         heard = 1000 * one
-        assert [number >= heard for number in seen] == [False] + [True] * 7 if heard else True  # one step late
+        # one step late
+        assert [number >= heard for number in seen] == [False] + [True] * 7 if heard else True
         assert all(number - 2 * (step + 1) - heard <= 16 for step, number in enumerate(seen))
         assert end == heard + 32
 
@@ -159,7 +173,9 @@ def empty(rank: int):
     model = fully_shard(nn.Linear(8, 1), mesh=mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     # a slow name server may take five seconds
-    with loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=GRID, deadline=20) as run:
+    with loosestep.attach(
+        model, optimizer, "adpsgd:replica=node", topology=GRID, deadline=20
+    ) as run:
         for step in range(10):
             optimizer.zero_grad()
             model(torch.full((1, 8), float(rank + step))).sum().backward()
@@ -167,7 +183,13 @@ def empty(rank: int):
         with run.consensus():
             inside = whole(model)
         rejected = run.stats["rejected"]
-    return sum(p.to_local().numel() for p in model.parameters()), inside, whole(model), run.stats["lost"], rejected
+    return (
+        sum(p.to_local().numel() for p in model.parameters()),
+        inside,
+        whole(model),
+        run.stats["lost"],
+        rejected,
+    )
 
 
 def test_a_rank_that_holds_nothing_is_heard_and_ends_with_the_others():
@@ -181,7 +203,9 @@ def test_a_rank_that_holds_nothing_is_heard_and_ends_with_the_others():
 
 
 def gathered(rank: int, spec: str):
-    """A forward without a backward before the step: `fully_shard` keeps what it gathered in the places of the shards."""
+    """A forward without a backward before the step: `fully_shard` keeps what it gathered in the
+    places of the shards.
+    """
     from torch.distributed.fsdp import fully_shard
 
     model = fully_shard(nn.Linear(4, 3), mesh=mesh(), reshard_after_forward=False)
@@ -197,7 +221,8 @@ def gathered(rank: int, spec: str):
 
 def test_parameters_that_are_gathered_at_a_step_are_no_strangers_and_not_stale():
     for moved in ranks(4, gathered, spec="localsgd:replica=node"):
-        torch.testing.assert_close(moved, torch.full((2, 3), 1.0))  # 2 rows of 4 ones and the bias, times the rate
+        # 2 rows of 4 ones and the bias, times the rate
+        torch.testing.assert_close(moved, torch.full((2, 3), 1.0))
 
 
 def uneven(rank: int, inside: str, spec: str):
@@ -212,7 +237,9 @@ def uneven(rank: int, inside: str, spec: str):
     return steps, end
 
 
-@pytest.mark.parametrize(("inside", "spec"), [("fsdp", "daso:period=2"), ("fsdp", "allreduce"), ("ddp", "allreduce")])
+@pytest.mark.parametrize(
+    ("inside", "spec"), [("fsdp", "daso:period=2"), ("fsdp", "allreduce"), ("ddp", "allreduce")]
+)
 def test_a_node_that_ends_early_joins_the_others_until_they_are_done(inside, spec):
     results = ranks(4, uneven, inside=inside, spec=spec)
     expected = ranks(4, uneven, inside="plain", spec=spec)
@@ -227,7 +254,8 @@ def checkpointed(rank: int, folder: str, spec: str):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    group, place = mesh().get_group(), f"{folder}/node{GRID.node_of(rank)}"
+    group = mesh().get_group()
+    place = f"{folder}/node{GRID.node_of(rank)}"
     model = build("fsdp")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
@@ -235,7 +263,11 @@ def checkpointed(rank: int, folder: str, spec: str):
             train(model, optimizer, rank, step, "fsdp")
             if step == 6:
                 parts = get_state_dict(model, optimizer)
-                dcp.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=place, process_group=group)
+                dcp.save(
+                    {"model": parts[0], "optimizer": parts[1]},
+                    checkpoint_id=place,
+                    process_group=group,
+                )
                 rest = run.state_dict()
         with run.consensus():
             mean = whole(model)
@@ -246,7 +278,9 @@ def checkpointed(rank: int, folder: str, spec: str):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with loosestep.attach(model, optimizer, spec, topology=GRID, deadline=20) as run:
         parts = get_state_dict(model, optimizer)
-        dcp.load({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=place, process_group=group)
+        dcp.load(
+            {"model": parts[0], "optimizer": parts[1]}, checkpoint_id=place, process_group=group
+        )
         set_state_dict(model, optimizer, model_state_dict=parts[0], optim_state_dict=parts[1])
         run.load_state_dict(rest)
         for step in range(7, 11):
@@ -268,10 +302,14 @@ def test_a_run_on_shards_resumes_bit_for_bit_from_a_distributed_checkpoint(tmp_p
 
 
 def stepped(rank: int, hooks: bool):
-    """Without hooks, as where CUDA graphs are replayed: DDP looks after the node, `run.step()` says when a step is made."""
+    """Without hooks, as where CUDA graphs are replayed: DDP looks after the node, `run.step()`
+    says when a step is made.
+    """
     model = build("ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with loosestep.attach(model, optimizer, "daso:period=2", topology=GRID, deadline=20, hooks=hooks) as run:
+    with loosestep.attach(
+        model, optimizer, "daso:period=2", topology=GRID, deadline=20, hooks=hooks
+    ) as run:
         for step in range(7):
             train(model, optimizer, rank, step, "ddp")
             if not hooks:
@@ -282,7 +320,9 @@ def stepped(rank: int, hooks: bool):
 
 
 def test_steps_that_are_told_by_hand_go_the_same_way():
-    for by_hand, by_hook in zip(ranks(4, stepped, hooks=False), ranks(4, stepped, hooks=True), strict=True):
+    for by_hand, by_hook in zip(
+        ranks(4, stepped, hooks=False), ranks(4, stepped, hooks=True), strict=True
+    ):
         assert torch.equal(by_hand, by_hook)
 
 
@@ -303,6 +343,8 @@ def accumulate(rank: int, inside: str, spec: str):
 def test_gradients_accumulate_without_communication(inside):
     spec = "daso:period=2,warmup=2"
     for one, other in zip(
-        ranks(4, accumulate, inside=inside, spec=spec), ranks(4, accumulate, inside="plain", spec=spec), strict=True
+        ranks(4, accumulate, inside=inside, spec=spec),
+        ranks(4, accumulate, inside="plain", spec=spec),
+        strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

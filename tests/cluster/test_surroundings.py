@@ -7,7 +7,13 @@ from pool import ranks
 
 import loosestep
 
-SPECS = ["allreduce", "localsgd:period=2,delay=1", "daso:period=2,delay=1", "diloco:period=2", "adpsgd"]
+SPECS = [
+    "allreduce",
+    "localsgd:period=2,delay=1",
+    "daso:period=2,delay=1",
+    "diloco:period=2",
+    "adpsgd",
+]
 
 
 def judged(rank: int, spec: str):
@@ -41,7 +47,8 @@ def elsewhere(rank: int, spec: str):
     model = linear(seed=rank)
     optimizer = sgd(model)
     batches = [torch.randn(4, 3, device="cpu") for _ in range(6)]
-    torch.set_default_device("meta")  # any device but the host: a tensor of ours on it would hold nothing
+    # any device but the host: a tensor of ours on it would hold nothing
+    torch.set_default_device("meta")
     try:
         with loosestep.attach(model, optimizer, spec, topology=PAIR, deadline=10) as run:
             for x in batches:

@@ -75,14 +75,20 @@ def linear(rank: int, spec: str, steps: list[int]):
 
 
 @pytest.mark.parametrize("steps", [[10, 3], [3, 10], [8, 0]], ids=str)
-@pytest.mark.parametrize("spec", ["localsgd:period=2,delay=1", "delay-by-one", "delay-by-one:older_gradient=true"])
+@pytest.mark.parametrize(
+    "spec", ["localsgd:period=2,delay=1", "delay-by-one", "delay-by-one:older_gradient=true"]
+)
 def test_every_step_of_every_rank_is_in_the_mean_at_the_end(spec, steps):
     ends = ranks(2, linear, spec=spec, steps=steps)
     assert ends == pytest.approx([-0.1 * (steps[0] + 2 * steps[1]) / 2] * 2)
 
 
-@pytest.mark.parametrize("topology", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]]], ids=str)
-@pytest.mark.parametrize("spec", ["allreduce", "daso:period=2", "localsgd:start=3,period=2", "daso:period=2,warmup=4"])
+@pytest.mark.parametrize(
+    "topology", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]]], ids=str
+)
+@pytest.mark.parametrize(
+    "spec", ["allreduce", "daso:period=2", "localsgd:start=3,period=2", "daso:period=2,warmup=4"]
+)
 def test_uneven_numbers_of_steps_on_any_nodes(spec, topology):
     results = ranks(4, uneven, spec=spec, steps=[8, 5, 2, 7], topology=topology)
     assert all(torch.equal(end, results[0][0]) for end, _ in results)
@@ -113,9 +119,12 @@ def test_a_rank_that_stopped_early_adds_zeros_and_the_divisor_counts_the_others(
 
 
 def epochs(rank: int, spec: str, lengths: list[int]):
-    """Loaders of different lengths, the average model evaluated after every epoch, then training goes on."""
+    """Loaders of different lengths, the average model evaluated after every epoch, then training
+    goes on.
+    """
     model, optimizer = build()
-    seen, done = [], 0
+    seen = []
+    done = 0
     with loosestep.attach(model, optimizer, spec, topology=Topology(GRID), deadline=10) as run:
         for _ in range(3):
             for _ in range(lengths[rank]):

@@ -8,10 +8,20 @@ from hypothesis import strategies as st
 
 from loosestep.core.plain_state import flatten, unflatten
 
-plain = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text()
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False)
+    | st.text()
+)
 nested = st.recursive(
     plain,
-    lambda inner: st.lists(inner) | st.dictionaries(st.integers() | st.text(), inner) | st.tuples(inner, inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.integers() | st.text(), inner)
+        | st.tuples(inner, inner)
+    ),
     max_leaves=10,
 )
 
@@ -30,7 +40,9 @@ def test_tensors_keep_their_dtype_and_place():
 
 
 def test_numbers_of_numpy_and_dtypes_are_plain_too():
-    back = unflatten(*flatten({"lr": np.float32(0.5), "steps": np.int64(3), "state": torch.bfloat16}))
+    back = unflatten(
+        *flatten({"lr": np.float32(0.5), "steps": np.int64(3), "state": torch.bfloat16})
+    )
     assert back == {"lr": 0.5, "steps": 3, "state": torch.bfloat16}
     assert type(back["lr"]) is float
 

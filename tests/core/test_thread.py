@@ -26,7 +26,8 @@ def in_a_new_thread() -> int:
 
 
 def test_a_narrow_thread_leaves_the_cores_to_all_others(three_threads: None) -> None:
-    narrow, wide = Stream("narrow", narrow=True), Stream("wide")
+    narrow = Stream("narrow", narrow=True)
+    wide = Stream("wide")
     assert narrow.run(torch.get_num_threads) == 1
     assert wide.run(torch.get_num_threads) == 3
     assert torch.get_num_threads() == 3

@@ -25,7 +25,9 @@ LOOPS = [
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10)).cuda()
+    return nn.Sequential(
+        nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10)
+    ).cuda()
 
 
 def train(model, optimizer, run, steps, data):
@@ -42,7 +44,9 @@ def train(model, optimizer, run, steps, data):
 @pytest.fixture
 def data():
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(32, 64, generator=generator).cuda(), torch.randint(10, (32,), generator=generator).cuda()
+    return torch.randn(32, 64, generator=generator).cuda(), torch.randint(
+        10, (32,), generator=generator
+    ).cuda()
 
 
 def plain(data, steps):
@@ -61,7 +65,8 @@ def test_a_loop_is_never_synchronised_and_alone_it_learns_what_it_would_without_
             train(model, optimizer, run, 24, data)
         folds = run.stats["folds"]
     assert folds > 0 or spec.startswith("adpsgd")
-    rounding = 1e-5 if spec.startswith("diloco") else 0  # its outer step subtracts what was learnt and adds it again
+    # its outer step subtracts what was learnt and adds it again
+    rounding = 1e-5 if spec.startswith("diloco") else 0
     for ours, theirs in zip(model.parameters(), plain(data, 32).parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=rounding)
 
@@ -69,7 +74,9 @@ def test_a_loop_is_never_synchronised_and_alone_it_learns_what_it_would_without_
 def test_losses_reach_the_schedule(data):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with loosestep.attach(model, optimizer, "daso:period=2,delay=1,window=4,threshold=0.9,patience=1") as run:
+    with loosestep.attach(
+        model, optimizer, "daso:period=2,delay=1,window=4,threshold=0.9,patience=1"
+    ) as run:
         train(model, optimizer, run, 40, data)
         assert run.state["best"] is not None
         assert 0 < run.state["best"] < 10
@@ -83,7 +90,8 @@ def test_cudnn_keeps_its_contiguous_lstm_weights(spec):
     x = torch.randn(12, 4, 40, device="cuda")
     places = [p.data_ptr() for p in model.parameters()]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "RNN module weights are not part of single contiguous chunk of memory"
+        # "RNN module weights are not part of single contiguous chunk of memory"
+        warnings.simplefilter("error")
         with loosestep.attach(model, optimizer, spec) as run:
             for _ in range(12):
                 model(x)[0].square().mean().backward()
@@ -134,19 +142,25 @@ def test_a_cuda_graph_of_the_whole_step_is_replayed_between_boundaries(spec, dat
 
 
 def test_another_stream_than_the_default_one_is_followed(data):
-    model, stream = net(), torch.cuda.Stream()
+    model = net()
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with torch.cuda.stream(stream), loosestep.attach(model, optimizer, "daso:period=2,delay=1") as run:
+    with (
+        torch.cuda.stream(stream),
+        loosestep.attach(model, optimizer, "daso:period=2,delay=1") as run,
+    ):
         train(model, optimizer, run, 32, data)
     torch.cuda.synchronize()
     for ours, theirs in zip(model.parameters(), plain(data, 32).parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # another stream may choose other kernels
+        # another stream may choose other kernels
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", ["daso:period=2,delay=1", "adpsgd"])
 def test_a_model_that_was_away_between_steps_goes_on_and_one_that_stays_away_is_refused(spec, data):
-    model, stayed = net(), net()
+    model = net()
+    stayed = net()
     runs = []
     for trained in (stayed, model):
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
@@ -164,7 +178,9 @@ def test_a_model_that_was_away_between_steps_goes_on_and_one_that_stays_away_is_
         assert torch.equal(ours, theirs)
     here.finish()
     model.cpu()
-    with pytest.raises(RuntimeError, match=r"was on cuda:0 when the run was attached and is on cpu now"):
+    with pytest.raises(
+        RuntimeError, match=r"was on cuda:0 when the run was attached and is on cpu now"
+    ):
         away.finish()
 
 

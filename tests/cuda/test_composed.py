@@ -1,4 +1,6 @@
-"""Models on one device that are wrapped or sharded inside their node: two nodes of two ranks, or of one for NCCL."""
+"""Models on one device that are wrapped or sharded inside their node: two nodes of two ranks, or
+of one for NCCL.
+"""
 
 from typing import Any
 
@@ -24,7 +26,9 @@ PAIR = Topology([[0], [1]])
 
 
 def shard(rank: int) -> DeviceMesh:
-    """This rank's node of one, with NCCL, which puts no two ranks on one device; gloo cannot gather there."""
+    """This rank's node of one, with NCCL, which puts no two ranks on one device; gloo cannot
+    gather there.
+    """
     name = f"{PAIR} on cuda"
     if name not in MESHES:
         groups = [dist.new_group([one], backend="nccl") for one in range(2)]
@@ -44,7 +48,9 @@ def sharded(rank: int, work: str, **arguments: Any) -> Any:
 def test_a_wrapped_model_takes_the_same_way_as_the_plain_one(inside, spec):
     adam = spec == RAMPED
     results = ranks(4, trajectory, inside=inside, spec=spec, adam=adam, device="cuda")
-    same_way(results, ranks(4, trajectory, inside="plain", spec=spec, adam=adam, device="cuda"), spec)
+    same_way(
+        results, ranks(4, trajectory, inside="plain", spec=spec, adam=adam, device="cuda"), spec
+    )
 
 
 @pytest.mark.parametrize("spec", [RAMPED, LOCKSTEP])
@@ -52,7 +58,8 @@ def test_a_wrapped_model_takes_the_same_way_as_the_plain_one(inside, spec):
 def test_a_sharded_model_takes_the_same_way_as_the_plain_one(inside, spec):
     adam = spec == RAMPED
     results, plain = (
-        ranks(2, sharded, work="trajectory", inside=way, spec=spec, adam=adam) for way in (inside, "plain")
+        ranks(2, sharded, work="trajectory", inside=way, spec=spec, adam=adam)
+        for way in (inside, "plain")
     )
     same_way(results, plain, spec)
 
@@ -65,7 +72,12 @@ def test_nodes_that_gossip_learn_and_end_identical():
 
 
 @pytest.mark.parametrize(
-    ("inside", "form"), [("fsdp", "autocast"), ("fsdp, computing in bfloat16", "master weights"), ("plain", "bfloat16")]
+    ("inside", "form"),
+    [
+        ("fsdp", "autocast"),
+        ("fsdp, computing in bfloat16", "master weights"),
+        ("plain", "bfloat16"),
+    ],
 )
 def test_low_precision_learns_and_ends_identical(inside, form):
     results = ranks(2, sharded, work="low", inside=inside, form=form)
@@ -76,7 +88,12 @@ def test_low_precision_learns_and_ends_identical(inside, form):
 
 @pytest.mark.parametrize(
     ("spec", "skipping"),
-    [("daso:period=2", (2, 3)), ("allreduce", (0, 1, 2, 3)), ("adpsgd", (2,)), ("adpsgd:replica=node", (2, 3))],
+    [
+        ("daso:period=2", (2, 3)),
+        ("allreduce", (0, 1, 2, 3)),
+        ("adpsgd", (2,)),
+        ("adpsgd:replica=node", (2, 3)),
+    ],
 )
 def test_an_inf_on_one_node_skips_the_step_of_that_learner_only(spec, skipping):
     skips(ranks(4, scaled, inside="plain", spec=spec, device="cuda"), skipping)
@@ -88,15 +105,21 @@ def test_an_inf_in_the_shards_of_one_node_skips_the_step_of_that_node_only(spec)
 
 
 def learn_alone_in_a_node(rank: int, spec: str, offload: bool):
-    """Each rank is a node, its model sharded over itself by NCCL: what only fully_shard does waits for nobody."""
+    """Each rank is a node, its model sharded over itself by NCCL: what only fully_shard does
+    waits for nobody.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     mesh = shard(rank)
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(3, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
+    model = nn.Sequential(
+        nn.Linear(3, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)
+    )
     model = model if offload else model.cuda()
     for part in (model[2], model):
-        fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+        fully_shard(
+            part, mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy()
+        )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches = [batch(rank, step, "fsdp", "cuda") for step in range(80)]
     losses = []
@@ -131,23 +154,31 @@ def test_a_sharded_model_is_never_made_to_wait_for_its_exchanges(spec, offload):
 
 
 def learn_on_a_small_device(rank: int, spec: str):
-    """A share of the device that cannot hold the model: it lives on the host, one whole copy per node."""
+    """A share of the device that cannot hold the model: it lives on the host, one whole copy per
+    node.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    size, depth = 2048, 16  # 269 MB of parameters
-    mesh, share = shard(rank), 208 << 20
+    # 269 MB of parameters
+    size = 2048
+    depth = 16
+    mesh = shard(rank)
+    share = 208 << 20
     torch.manual_seed(rank)
     model = nn.Sequential(*(nn.Linear(size, size) for _ in range(depth)))
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(share / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        share / torch.cuda.get_device_properties(0).total_memory
+    )
     try:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(total, dtype=torch.uint8, device="cuda")
         for part in (*model, model):
             fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy())
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-5)
-        x, losses = torch.randn(64, size, generator=torch.Generator().manual_seed(rank)).cuda(), []
+        x = torch.randn(64, size, generator=torch.Generator().manual_seed(rank)).cuda()
+        losses = []
         torch.cuda.reset_peak_memory_stats()
         with loosestep.attach(model, optimizer, spec, topology=PAIR, deadline=30) as run:
             while len(losses) < 16 or (not run.stats["exchanges"] and len(losses) < 800):

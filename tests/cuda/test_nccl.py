@@ -1,4 +1,6 @@
-"""What stays on the devices: really over NCCL in a world of one, and between two ranks of one GPU with gloo standing in."""
+"""What stays on the devices: really over NCCL in a world of one, and between two ranks of one
+GPU with gloo standing in.
+"""
 
 import os
 import threading
@@ -33,7 +35,13 @@ pytestmark = [
 def channel():
     """One rank's group of NCCL."""
     made = NearChannel(
-        [0], 0, name="test", store=dist.HashStore(), pulse=None, nodes=[0], device=torch.device("cuda", 0)
+        [0],
+        0,
+        name="test",
+        store=dist.HashStore(),
+        pulse=None,
+        nodes=[0],
+        device=torch.device("cuda", 0),
     )
     yield made
     made.close()
@@ -70,7 +78,13 @@ def test_a_sum_is_queued_and_nobody_waits_for_it(channel):
 
 def test_a_group_that_was_cut_off_fails_at_once_and_the_process_lives_on():
     channel = NearChannel(
-        [0], 0, name="cut", store=dist.HashStore(), pulse=None, nodes=[0], device=torch.device("cuda", 0)
+        [0],
+        0,
+        name="cut",
+        store=dist.HashStore(),
+        pulse=None,
+        nodes=[0],
+        device=torch.device("cuda", 0),
     )
     values = torch.ones(8, device="cuda")
     channel.total(values, 1)
@@ -85,7 +99,8 @@ def test_a_group_that_was_cut_off_fails_at_once_and_the_process_lives_on():
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.unused = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), nn.Linear(3, 3)
+        self.used = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        self.unused = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.used(x)
@@ -93,7 +108,8 @@ class Branches(nn.Module):
 
 def test_gradients_over_nccl_are_complete_for_the_compute_stream_while_the_host_runs_ahead(channel):
     torch.manual_seed(0)
-    model, x = Branches().cuda(), torch.randn(64, 512, device="cuda")
+    model = Branches().cuda()
+    x = torch.randn(64, 512, device="cuda")
     model(x).square().mean().backward()
     expected = [p.grad.clone() for p in model.used.parameters()]
     world = open_world(None, deadline=10)
@@ -135,7 +151,9 @@ def test_lanes_that_stay_on_the_device_fold_and_are_saved(monkeypatch):
 
     def learn(steps: int, spec: str | None):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10)).cuda()
+        model = nn.Sequential(
+            nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10)
+        ).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         run = loosestep.attach(model, optimizer, spec) if spec else None
         for step in range(steps):
@@ -146,7 +164,8 @@ def test_lanes_that_stay_on_the_device_fold_and_are_saved(monkeypatch):
             if run is not None and step == steps - 1:
                 flight = run.state_dict()["flight"]
                 assert all(flat.device.type == "cpu" for flat in flight["vector"])
-                assert all(flat.eq(0).all() for flat in flight["vector"])  # its own mean, less itself
+                # its own mean, less itself
+                assert all(flat.eq(0).all() for flat in flight["vector"])
         if run is not None:
             assert run.stats["folds"] > 0
             run.finish()
@@ -179,7 +198,8 @@ def stay(rank: int, ways: dict[str, str] | None = None, **arguments):
 @pytest.mark.parametrize("uneven", [False, True])
 def test_gradients_that_stay_on_a_device_are_those_over_the_host(uneven):
     arguments = {"spec": "allreduce", "nodes": [[0, 1]], "uneven": uneven}
-    ours, theirs = ranks(2, stay, **arguments), ranks(2, train, **arguments)
+    ours = ranks(2, stay, **arguments)
+    theirs = ranks(2, train, **arguments)
     assert torch.equal(ours[0][0]["end"], ours[1][0]["end"])
     torch.testing.assert_close(ours[0][0]["end"], theirs[0]["end"], rtol=1e-4, atol=1e-6)
     for result, traffic in ours:
@@ -188,7 +208,13 @@ def test_gradients_that_stay_on_a_device_are_those_over_the_host(uneven):
 
 
 @pytest.mark.parametrize(
-    "spec", ["daso:period=2,delay=1", "localsgd:period=2,delay=2", "diloco:period=2,delay=1", "delay-by-one"]
+    "spec",
+    [
+        "daso:period=2,delay=1",
+        "localsgd:period=2,delay=2",
+        "diloco:period=2,delay=1",
+        "delay-by-one",
+    ],
 )
 def test_lanes_that_stay_on_a_device_are_those_over_the_host(spec):
     arguments = {"spec": spec, "nodes": [[0], [1]], "uneven": True}
@@ -203,9 +229,15 @@ def share(rank: int):
     """Nothing stands in: two ranks really see one GPU."""
     model = nn.Linear(4, 4).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with loosestep.attach(model, optimizer, "allreduce", topology=Topology([[0, 1]]), deadline=20) as run:
+    with loosestep.attach(
+        model, optimizer, "allreduce", topology=Topology([[0, 1]]), deadline=20
+    ) as run:
         model(torch.full((2, 4), 1.0 + rank, device="cuda")).sum().backward()
-        return run._engine._comm.stays("world"), find_gpu(torch.device("cuda", 0)), model.weight.grad.cpu()
+        return (
+            run._engine._comm.stays("world"),
+            find_gpu(torch.device("cuda", 0)),
+            model.weight.grad.cpu(),
+        )
 
 
 def test_two_ranks_that_share_a_gpu_average_over_the_host_by_themselves():

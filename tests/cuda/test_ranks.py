@@ -18,16 +18,18 @@ def flat(model):
 
 def train(rank: int, spec: str, nodes, device: str = "cuda", steps: int = 24, uneven: bool = False):
     torch.manual_seed(rank)  # attach makes all of them rank 0's
-    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4), nn.Linear(4, 4)).to(
-        device
-    )
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4), nn.Linear(4, 4)
+    ).to(device)
     unused = nn.Linear(3, 3).to(device)
     model.add_module("unused", nn.Sequential())
     model.unused.add_module("never", unused)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with loosestep.attach(model, optimizer, spec, topology=Topology(nodes), deadline=20) as run:
         for step in range(steps - 5 * rank if uneven else steps):
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + step)).to(device)
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + step)).to(
+                device
+            )
             body = nn.Sequential(*list(model)[:5])
             loss = (body(x) - x[:, :4]).square().mean()
             optimizer.zero_grad()
@@ -35,7 +37,11 @@ def train(rank: int, spec: str, nodes, device: str = "cuda", steps: int = 24, un
             optimizer.step()
             run.observe(loss)
         stats = run.stats
-    return {"end": flat(model), "stats": stats, "unused": [p.grad is None for p in unused.parameters()]}
+    return {
+        "end": flat(model),
+        "stats": stats,
+        "unused": [p.grad is None for p in unused.parameters()],
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,7 +61,9 @@ def test_two_ranks_on_one_device_learn_what_they_learn_on_a_cpu(spec, nodes):
     assert all(there[0]["unused"])
 
 
-@pytest.mark.parametrize("spec", ["adpsgd:topology=random-ring", "adpsgd:lockstep=true", "adpsgd:replica=node"])
+@pytest.mark.parametrize(
+    "spec", ["adpsgd:topology=random-ring", "adpsgd:lockstep=true", "adpsgd:replica=node"]
+)
 def test_gossip_on_a_device_ends_with_equal_parameters(spec):
     results = ranks(2, train, spec=spec, nodes=[[0], [1]], steps=60)
     assert torch.equal(results[0]["end"], results[1]["end"])
@@ -79,7 +87,9 @@ def gossip_without_a_wait(rank: int):
             optimizer.step()
             losses.append(loss.detach())
 
-    with loosestep.attach(model, optimizer, "adpsgd:replica=node", topology=Topology([[0], [1]]), deadline=20) as run:
+    with loosestep.attach(
+        model, optimizer, "adpsgd:replica=node", topology=Topology([[0], [1]]), deadline=20
+    ) as run:
         learn(10)
         with no_synchronisation():
             learn(400)

@@ -34,7 +34,8 @@ def test_a_snapshot_is_of_the_moment_it_was_taken_and_takes_no_time():
     replica = replica_of(model)
     replica.snapshot()  # memory is made once
     with torch.no_grad():
-        before, start = model.weight.clone(), time.perf_counter()
+        before = model.weight.clone()
+        start = time.perf_counter()
         keep_busy()
         model.weight.add_(1)
         snapshot = replica.stage()
@@ -43,7 +44,9 @@ def test_a_snapshot_is_of_the_moment_it_was_taken_and_takes_no_time():
         snapshot.ready()
         waited = time.perf_counter() - start
     assert took < waited / 3, (took, waited)
-    torch.testing.assert_close(snapshot.vector[0][: 512 * 512], (before + 1).reshape(-1).cpu(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        snapshot.vector[0][: 512 * 512], (before + 1).reshape(-1).cpu(), rtol=0, atol=0
+    )
 
 
 def test_a_fold_takes_no_time_and_adds_exactly_once():
@@ -116,7 +119,10 @@ def test_folds_one_after_another_do_not_overtake_each_other():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gossip_boundaries_lose_nothing_and_do_not_synchronise(dtype):
-    params = [torch.randn(1000, 300, device="cuda").to(dtype), torch.randn(77, device="cuda").to(dtype)]
+    params = [
+        torch.randn(1000, 300, device="cuda").to(dtype),
+        torch.randn(77, device="cuda").to(dtype),
+    ]
     shadow = Shadow(params, chunk_bytes=1 << 16)
     start = shadow.flat().astype("float64")
     shadow.boundary(params)
@@ -134,7 +140,9 @@ def test_gossip_boundaries_lose_nothing_and_do_not_synchronise(dtype):
     shadow.settle(params)
     shadow.relay.close()
     flat = torch.cat([p.float().reshape(-1) for p in params]).cpu()
-    tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.3}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.3}
+    )
     torch.testing.assert_close(flat, torch.from_numpy(shadow.flat()), rtol=2**-8, atol=1e-5)
     expected = torch.from_numpy(start).float() + 10 + added
     torch.testing.assert_close(torch.from_numpy(shadow.flat()), expected, **tolerance)

@@ -1,4 +1,6 @@
-"""One rank of two in a trainer: rank 0 stands still until rank 1 has made all its steps, or has been told to end."""
+"""One rank of two in a trainer: rank 0 stands still until rank 1 has made all its steps, or has
+been told to end.
+"""
 
 import os
 import signal
@@ -67,21 +69,34 @@ def with_lightning() -> None:
 
 
 def with_transformers() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainerState,
+        TrainingArguments,
+    )
 
     from loosestep.integrations.transformers import attach
 
     class Apart(TrainerCallback):
-        def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        def on_step_begin(
+            self, args: object, state: TrainerState, control: object, **kwargs: object
+        ) -> None:
             before_a_step(state.global_step)
 
-        def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        def on_step_end(
+            self, args: object, state: TrainerState, control: object, **kwargs: object
+        ) -> None:
             after_a_step(state.global_step)
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
     with tempfile.TemporaryDirectory() as folder:
         quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-        arguments = TrainingArguments(folder, max_steps=STEPS, per_device_train_batch_size=2, **quiet)
+        arguments = TrainingArguments(
+            folder, max_steps=STEPS, per_device_train_batch_size=2, **quiet
+        )
         data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 32
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Apart()])
         attach(trainer, "adpsgd")

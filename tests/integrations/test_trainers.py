@@ -1,4 +1,6 @@
-"""Trainers as users run them, on two nodes of one rank: what they do by default is refused, the examples work."""
+"""Trainers as users run them, on two nodes of one rank: what they do by default is refused, the
+examples work.
+"""
 
 import os
 import re
@@ -23,7 +25,9 @@ APART = Path(__file__).parent / "apart_worker.py"
 
 def run(*command: object, ranks_per_node: int = 1) -> list[str]:
     """What each rank prints, in rank order."""
-    with launch.start([sys.executable, *map(str, command)], nodes=2, ranks_per_node=ranks_per_node) as job:
+    with launch.start(
+        [sys.executable, *map(str, command)], nodes=2, ranks_per_node=ranks_per_node
+    ) as job:
         result = job.wait(timeout=110)
     told = ["\n".join(rank.output) for rank in job.ranks]
     assert result.exit_code == 0, "\n".join(told)
@@ -38,7 +42,9 @@ def run(*command: object, ranks_per_node: int = 1) -> list[str]:
         ("transformers", "integrations.transformers.attach(trainer, strategy)"),
     ],
 )
-def test_a_trainers_own_ddp_is_refused_and_its_example_ends_with_the_same_parameters_everywhere(library, way_out):
+def test_a_trainers_own_ddp_is_refused_and_its_example_ends_with_the_same_parameters_everywhere(
+    library, way_out
+):
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed (loosestep[{library}])")
     told = run(WORKER, library, EXAMPLES / f"{library}_daso.py")
@@ -49,7 +55,8 @@ def test_a_trainers_own_ddp_is_refused_and_its_example_ends_with_the_same_parame
         assert float(end[1]) < 2.0  # 8 and more untrained, 3.4 for the language model
     if library == "transformers":
         trained, evaluated = (
-            [re.findall(f"{what} (.*)", text)[-1] for text in told] for what in ("trained", "evaluated")
+            [re.findall(f"{what} (.*)", text)[-1] for text in told]
+            for what in ("trained", "evaluated")
         )
         assert trained[0] != trained[1]
         assert evaluated[0] == evaluated[1]  # the mean, which nobody trains
@@ -72,7 +79,9 @@ def test_under_lightning_sigterm_ends_the_rank_that_gets_it():
 
 @pytest.mark.parametrize(("averaged", "counted"), [(True, "no"), (False, "all")])
 def test_a_count_of_tokens_over_all_ranks_on_every_step_is_refused(averaged, counted):
-    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed (loosestep[transformers])"
+    )
     from transformers.training_args import ParallelMode
 
     from loosestep.integrations.transformers import LoosestepCallback
@@ -82,13 +91,18 @@ def test_a_count_of_tokens_over_all_ranks_on_every_step_is_refused(averaged, cou
         average_tokens_across_devices=averaged,
         include_num_input_tokens_seen=counted,
     )
-    with pytest.raises(ValueError, match="average_tokens_across_devices=False and include_num_input_tokens_seen='no'"):
+    with pytest.raises(
+        ValueError,
+        match="average_tokens_across_devices=False and include_num_input_tokens_seen='no'",
+    ):
         LoosestepCallback("daso", trainer=SimpleNamespace()).on_train_begin(asked, None, None)
 
 
 @pytest.mark.parametrize("spec", ["daso-paper", "delay-by-one:older_gradient=true"])
 def test_a_best_model_that_the_end_of_the_run_would_change_is_refused(spec):
-    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed (loosestep[transformers])"
+    )
     from loosestep.integrations.transformers import LoosestepCallback
 
     asked = SimpleNamespace(load_best_model_at_end=True, parallel_mode=None)
@@ -100,8 +114,11 @@ def test_a_best_model_that_the_end_of_the_run_would_change_is_refused(spec):
 def told(monkeypatch):
     """What a trainer in this process tells the run, in order."""
     said = []
-    observe, no_sync = Run.observe, Run.no_sync
-    monkeypatch.setattr(Run, "observe", lambda run, loss: (said.append("loss"), observe(run, loss))[1])
+    observe = Run.observe
+    no_sync = Run.no_sync
+    monkeypatch.setattr(
+        Run, "observe", lambda run, loss: (said.append("loss"), observe(run, loss))[1]
+    )
     monkeypatch.setattr(Run, "no_sync", lambda run: (said.append("no sync"), no_sync(run))[1])
     threads = torch.get_num_threads()
     with patch.dict(os.environ):
@@ -125,10 +142,14 @@ def tiny_trainer(folder, **steps):
 
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_tells_losses_and_accumulates_without_averaging(told, tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed (loosestep[transformers])"
+    )
     from loosestep.integrations.transformers import attach
 
-    trainer = tiny_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    trainer = tiny_trainer(
+        tmp_path, max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=2
+    )
     callback = attach(trainer, "daso")
     trainer.train()
     assert told == ACCUMULATED * 2
@@ -136,13 +157,18 @@ def test_transformers_tells_losses_and_accumulates_without_averaging(told, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_training_of_transformers_that_fails_ends_the_run_and_the_next_one_begins_another(told, tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed (loosestep[transformers])")
+def test_a_training_of_transformers_that_fails_ends_the_run_and_the_next_one_begins_another(
+    told, tmp_path
+):
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed (loosestep[transformers])"
+    )
     from loosestep.integrations.transformers import attach
 
     trainer = tiny_trainer(tmp_path, max_steps=2)
     callback = attach(trainer, "daso")
-    right, trainer.compute_loss = trainer.compute_loss, lambda *args, **kwargs: {}["loss"]
+    right = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: {}["loss"]
     with pytest.raises(KeyError, match="loss"):
         trainer.train()
     with pytest.raises(RuntimeError, match="this run has ended"), callback.run.consensus():
@@ -154,7 +180,9 @@ def test_a_training_of_transformers_that_fails_ends_the_run_and_the_next_one_beg
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_tells_losses_and_accumulates_without_averaging(told, tmp_path):
-    lightning = pytest.importorskip("lightning", reason="lightning is not installed (loosestep[lightning])")
+    lightning = pytest.importorskip(
+        "lightning", reason="lightning is not installed (loosestep[lightning])"
+    )
     from torch.utils.data import DataLoader, TensorDataset
 
     from loosestep.integrations.lightning import LoosestepStrategy
@@ -171,7 +199,12 @@ def test_lightning_tells_losses_and_accumulates_without_averaging(told, tmp_path
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": tmp_path,
+    }
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -186,6 +219,8 @@ def test_lightning_tells_losses_and_accumulates_without_averaging(told, tmp_path
 
 
 def test_the_fsdp_example_learns():
-    end = re.search(r"loss (\d+\.\d+) after 15 exchanges", run(EXAMPLES / "fsdp.py", ranks_per_node=2)[0])
+    end = re.search(
+        r"loss (\d+\.\d+) after 15 exchanges", run(EXAMPLES / "fsdp.py", ranks_per_node=2)[0]
+    )
     assert end is not None
     assert float(end[1]) < 8.0  # 16 untrained

@@ -1,5 +1,6 @@
-"""Rank 1 sends so many bytes to rank 0 over plain TCP; rank 0 says what arrived, how fast, and how fast in the best of
-ten parts (the first, which finds a full bucket, apart). No torch: it starts quickly.
+"""Rank 1 sends so many bytes to rank 0 over plain TCP; rank 0 says what arrived, how fast, and how
+fast in the best of ten parts (the first, which finds a full bucket, apart). No torch: it starts
+quickly.
 
 Usage: stream.py BYTES [forever]
 """
@@ -21,7 +22,8 @@ if os.environ["RANK"] == "0":
         print("listening", flush=True)
         connection, _ = listener.accept()
     received = wrong = 0
-    parts: list[tuple[float, int]] = []  # when a part was complete, and all that had arrived by then
+    # when a part was complete, and all that had arrived by then
+    parts: list[tuple[float, int]] = []
     begin = time.perf_counter()
     while data := connection.recv(1 << 16):
         wrong += data != twice[received % 256 :][: len(data)]
@@ -33,7 +35,9 @@ if os.environ["RANK"] == "0":
     seconds = time.perf_counter() - begin
     best = max((after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(parts))
     print(
-        f"mbit {8 * received / seconds / 1e6:.2f} bytes {received} wrong {wrong} best {8 * best / 1e6:.2f}", flush=True
+        f"mbit {8 * received / seconds / 1e6:.2f} bytes {received} wrong {wrong} best "
+        f"{8 * best / 1e6:.2f}",
+        flush=True,
     )
 elif os.environ["RANK"] == "1":
     deadline = time.monotonic() + 20

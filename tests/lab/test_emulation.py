@@ -32,7 +32,9 @@ def processes_of_our_labs() -> list[str]:
 
 
 class Stream(NamedTuple):
-    """One stream from the node of rank 1 to that of rank 0: its Mbit/s, those of its best part, bytes, damaged blocks."""
+    """One stream from the node of rank 1 to that of rank 0: its Mbit/s, those of its best part,
+    bytes, damaged blocks.
+    """
 
     goodput: float
     best: float
@@ -40,9 +42,11 @@ class Stream(NamedTuple):
     wrong: int
 
     def fills(self, nominal: float, share: float = 0.9) -> bool:
-        """Whether this is what a link of so many Mbit/s carries: a busy machine slows a stream, but it speeds none up.
+        """Whether this is what a link of so many Mbit/s carries: a busy machine slows a stream, but
+        it speeds none up.
 
-        So the whole is not faster than the link (the bucket's first fill comes on top), its best part not slower.
+        So the whole is not faster than the link (the bucket's first fill comes on top), its best
+        part not slower.
         """
         return self.goodput < 1.03 * nominal and self.best > share * nominal
 
@@ -79,16 +83,20 @@ def wait_for_progress(job: Job, beyond: int) -> None:
 
 @pytest.mark.parametrize(
     ("rate", "nominal", "share", "amount"),
+    # two busy cores carry no more
     [
         ("20mbit", 20, 0.9, 2.5e6),
         ("200mbit", 200, 0.9, 20e6),
         ("1gbit", 1000, 0.4, 60e6),
-    ],  # two busy cores carry no more
+    ],
 )
-def test_a_link_carries_what_it_is_said_to(rate: str, nominal: float, share: float, amount: float) -> None:
+def test_a_link_carries_what_it_is_said_to(
+    rate: str, nominal: float, share: float, amount: float
+) -> None:
     with Lab(2, bandwidth=rate) as lab:
         stream = measure(lab, amount)
-        sent, received = lab.bytes()[1][0], lab.bytes()[0][1]
+        sent = lab.bytes()[1][0]
+        received = lab.bytes()[0][1]
     assert stream.fills(nominal, share), stream
     assert (stream.arrived, stream.wrong) == (int(amount), 0)
     assert received == pytest.approx(stream.arrived, rel=0.05)
@@ -137,15 +145,19 @@ def test_two_labs_at_once_share_addresses_and_nothing_else() -> None:
         with one.start([STREAM, "2.5e6"]) as slow:
             assert measure(other, 2.5e6).arrived == 2_500_000
             assert heard(slow).fills(20)
-        assert [pair[1] for pair in (one.bytes()[0], other.bytes()[0])] == pytest.approx([2.5e6] * 2, rel=0.1)
+        assert [pair[1] for pair in (one.bytes()[0], other.bytes()[0])] == pytest.approx(
+            [2.5e6] * 2, rel=0.1
+        )
 
 
 def test_what_a_bucket_lets_pass_has_the_headers_of_every_packet() -> None:
     with Lab(2, bandwidth="200mbit") as limited, Lab(2) as free:
         for lab in (limited, free):
             assert measure(lab, 4e6).arrived == 4_000_000
-        carried, handed_on = limited.bytes()[0][1] / 4e6, free.bytes()[0][1] / 4e6
-        assert 1.04 < carried < 1.25  # 66 bytes of headers for 1448 of data, and what was sent again
+        carried = limited.bytes()[0][1] / 4e6
+        handed_on = free.bytes()[0][1] / 4e6
+        # 66 bytes of headers for 1448 of data, and what was sent again
+        assert 1.04 < carried < 1.25
         assert handed_on < carried  # one header for many packets
 
 
@@ -226,7 +238,12 @@ def test_faults_come_at_their_times() -> None:
         state = Path(f"/proc/{job.ranks[1].pid}/stat")
         while state.read_text().rpartition(")")[2].split()[0] != "S":  # stopped, and going on again
             assert not job.ended(0.02)
-    told = ["0.1 s: nodes 0 cut off", "0.1 s: rank 1 stopped", "0.2 s: nodes 0 connected again", "0.2 s: rank 0 killed"]
+    told = [
+        "0.1 s: nodes 0 cut off",
+        "0.1 s: rank 1 stopped",
+        "0.2 s: nodes 0 connected again",
+        "0.2 s: rank 0 killed",
+    ]
     assert sorted(said[:4]) == told
 
 
@@ -258,7 +275,11 @@ def test_fifty_labs_leave_nothing() -> None:
             if number % 5 == 0:
                 assert lab.run(["true"], timeout=30).returncodes == (0, 0)
     # An open descriptor is all that keeps a namespace without processes alive.
-    assert (descriptors(), Path("/proc/net/dev").read_text().count(":"), threading.active_count()) == before
+    assert (
+        descriptors(),
+        Path("/proc/net/dev").read_text().count(":"),
+        threading.active_count(),
+    ) == before
     assert not processes_of_our_labs()
 
 
@@ -279,7 +300,8 @@ def test_any_distributed_script_runs_unchanged(tmp_path: Path) -> None:
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))\n"
         "model(torch.full((4, 100), float(dist.get_rank()))).sum().backward()\n"
         "print('grad', model.module.weight.grad.sum().item())\n"
-        "import gc; del model; gc.collect()\n"  # torch may abort at its end where a reducer outlives its group
+        # torch may abort at its end where a reducer outlives its group
+        "import gc; del model; gc.collect()\n"
         "dist.destroy_process_group()\n"
     )
     with Lab(2, bandwidth="100mbit") as lab:
@@ -296,35 +318,51 @@ def test_without_a_network_the_rest_is_the_same() -> None:
         assert len(job.running) == 3
         with pytest.raises(LabError, match="no network"):
             lab.bytes()
-    for options in ({"bandwidth": "1mbit"}, {"loss": "1%"}, {"faults": [Partition((frozenset({0}),), 1.0, 1.0)]}):
+    for options in (
+        {"bandwidth": "1mbit"},
+        {"loss": "1%"},
+        {"faults": [Partition((frozenset({0}),), 1.0, 1.0)]},
+    ):
         with pytest.raises(LabError, match="without a network"):
             Lab(2, network=False, **options)  # type: ignore[arg-type]
 
 
 def test_torchrun_starts_the_ranks_of_every_node() -> None:
     code = (
-        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], 'on', os.environ['GROUP_RANK'])"
+        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], 'on', "
+        "os.environ['GROUP_RANK'])"
     )
     with Lab(2, 1, launcher="torchrun") as lab:
         assert lab.run([sys.executable, "-c", code], timeout=60).returncodes == (0, 0)
         assert lab.job is not None
         # An agent may complain at its end that the one with the store left before it.
-        said = [[line for line in agent.output if line.startswith("rank")] for agent in lab.job.ranks]
+        said = [
+            [line for line in agent.output if line.startswith("rank")] for agent in lab.job.ranks
+        ]
     assert said == [["rank 0 of 2 on 0"], ["rank 1 of 2 on 1"]]
 
 
 def test_torchrun_ends_a_node_when_one_of_its_ranks_dies_and_our_launcher_does_not() -> None:
-    code = "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); print('on'); time.sleep({})"
+    code = (
+        "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); "
+        "print('on'); time.sleep({})"
+    )
     with Lab(1, 2, launcher="torchrun") as lab:
         assert lab.run([sys.executable, "-c", code.format(50)], timeout=40).returncodes == (1,)
     with Lab(1, 2) as lab:
-        assert lab.run([sys.executable, "-c", code.format(0.5)], timeout=40).returncodes == (0, -signal.SIGKILL)
+        assert lab.run([sys.executable, "-c", code.format(0.5)], timeout=40).returncodes == (
+            0,
+            -signal.SIGKILL,
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"links": {(0, 1): "2gbit"}, "bandwidth": "1gbit"}, "2000 Mbit/s is more than the 1000 Mbit/s"),
+        (
+            {"links": {(0, 1): "2gbit"}, "bandwidth": "1gbit"},
+            "2000 Mbit/s is more than the 1000 Mbit/s",
+        ),
         ({"faults": [Kill(2, 1.0)]}, "no rank 2; the ranks are 0 to 1"),
         ({"slow": {5: 2.0}}, "no rank 5"),
         ({"links": {(0, 2): "1mbit"}}, "no node 2; the nodes are 0 to 1"),

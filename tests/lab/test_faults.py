@@ -1,4 +1,6 @@
-"""Faults that meet each other: a stop and a slowdown, two partitions, a partition and the end of the job."""
+"""Faults that meet each other: a stop and a slowdown, two partitions, a partition and the end of
+the job.
+"""
 
 import signal
 import socket
@@ -64,7 +66,10 @@ def test_a_rank_that_stands_still_is_ended_as_any_other() -> None:
 
 
 def test_what_a_rank_started_stands_still_with_it() -> None:
-    code = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); import signal; signal.pause()"
+    code = (
+        "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); import "
+        "signal; signal.pause()"
+    )
     with start([sys.executable, "-c", code]) as job:
         worker = int(job.ranks[0].expect(""))
         job.ranks[0].hold("test")

@@ -19,7 +19,9 @@ def test_every_option_of_the_manual_is_understood() -> None:
     assert grammar.slow("5:10x") == (5, 10.0)
     assert grammar.kill("3@20s") == Kill(3, 20.0)
     assert grammar.stop("2@10s:5s") == Stop(2, 10.0, 5.0)
-    assert grammar.partition("0,1/2,3@15s:10s") == Partition((frozenset({0, 1}), frozenset({2, 3})), 15.0, 10.0)
+    assert grammar.partition("0,1/2,3@15s:10s") == Partition(
+        (frozenset({0, 1}), frozenset({2, 3})), 15.0, 10.0
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ signal.pause()
 
 
 @pytest.mark.parametrize("network", [True, False])
-def test_a_rank_that_does_not_come_is_named_with_its_last_lines(network: bool, request: pytest.FixtureRequest) -> None:
+def test_a_rank_that_does_not_come_is_named_with_its_last_lines(
+    network: bool, request: pytest.FixtureRequest
+) -> None:
     if network:
         request.getfixturevalue("needs_namespaces")
     with Lab(2, network=network) as lab:
@@ -36,7 +38,9 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_lines(network: bool, r
 
 
 @pytest.mark.parametrize("come", [["0", "1"], []], ids=["everybody", "nobody"])
-def test_nobody_is_missed_where_all_are_there_or_nobody_uses_the_rendezvous(come: list[str]) -> None:
+def test_nobody_is_missed_where_all_are_there_or_nobody_uses_the_rendezvous(
+    come: list[str],
+) -> None:
     with Lab(2, network=False) as lab:
         job = lab.start([sys.executable, "-c", MEETS, *come])
         for rank in job.ranks:
@@ -57,7 +61,9 @@ def test_whoever_ended_before_the_rendezvous_is_named_while_others_wait_there() 
         job.ranks[1].expect("asleep")
         job.ranks[1].kill()
         ended(job, 1)
-        with pytest.raises(TimeoutError, match=r"rank 1 \[n1 r1\], which ended with SIGKILL, whose last lines"):
+        with pytest.raises(
+            TimeoutError, match=r"rank 1 \[n1 r1\], which ended with SIGKILL, whose last lines"
+        ):
             lab.wait_for_start(0.1)
 
 

@@ -17,7 +17,9 @@ def test_not_linux(monkeypatch: pytest.MonkeyPatch) -> None:
         Lab(2)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="only root can become somebody else"
+)
 def test_not_root() -> None:
     code = """
 import os, pyroute2
@@ -28,13 +30,17 @@ try:
 except LabError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "Operation not permitted; the lab needs root" in done.stdout
     assert "or --no-network" in done.stdout
 
 
 @pytest.mark.usefixtures("needs_namespaces")
-def test_a_kernel_without_a_part_of_it_is_named_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_a_part_of_it_is_named_and_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from pyroute2 import NetlinkError
 
     def unknown(*_: object) -> None:
@@ -63,9 +69,15 @@ def test_settings_that_may_not_be_written_are_done_without(monkeypatch: pytest.M
         ({"slow": {-1: 2.0}}, "no rank -1; the ranks are 0 to 1"),
         ({"links": {(0, 0): "1mbit"}}, "link 0-0: expected two different nodes"),
         ({"links": {(-1, 0): "1mbit"}}, "no node -1; the nodes are 0 to 1"),
-        ({"faults": [Partition((frozenset({0, 1}),), 1.0, 1.0)]}, "partition 0,1 of 2 nodes cuts nothing"),
+        (
+            {"faults": [Partition((frozenset({0, 1}),), 1.0, 1.0)]},
+            "partition 0,1 of 2 nodes cuts nothing",
+        ),
         ({"faults": [Partition((frozenset({0}), frozenset()), 1.0, 1.0)]}, "cuts nothing"),
-        ({"faults": [Partition((frozenset({0}), frozenset({0, 1})), 1.0, 1.0)]}, "each node may be named once"),
+        (
+            {"faults": [Partition((frozenset({0}), frozenset({0, 1})), 1.0, 1.0)]},
+            "each node may be named once",
+        ),
         ({"flip": "much"}, "--flip 'much': expected a share of the packets such as 1%"),
     ],
 )

@@ -22,17 +22,31 @@ def pseudo_header(length: int) -> bytes:
 
 
 def frame_of(payload: bytes, options: bytes = b"") -> bytes:
-    tcp = bytearray(struct.pack("!HHIIBBHHH", 1, 2, 3, 4, (20 + len(options)) // 4 << 4, 0x18, 100, 0, 0))
+    tcp = bytearray(
+        struct.pack("!HHIIBBHHH", 1, 2, 3, 4, (20 + len(options)) // 4 << 4, 0x18, 100, 0, 0)
+    )
     tcp += options + payload
     tcp[16:18] = checksum(pseudo_header(len(tcp)) + tcp).to_bytes(2, "big")
     header = struct.pack(
-        "!BBHHHBBH4s4s", 0x45, 0, 20 + len(tcp), 0, 0, 64, 6, 0, b"\x0a\x53\x00\x01", b"\x0a\x53\x00\x02"
+        "!BBHHHBBH4s4s",
+        0x45,
+        0,
+        20 + len(tcp),
+        0,
+        0,
+        64,
+        6,
+        0,
+        b"\x0a\x53\x00\x01",
+        b"\x0a\x53\x00\x02",
     )
     return b"\2" * 12 + b"\x08\x00" + header + bytes(tcp)
 
 
 @given(st.binary(min_size=64, max_size=300), st.sampled_from([b"", b"\1" * 4, b"\1" * 12]))
-def test_one_byte_of_the_data_changes_and_the_checksum_stays_right(payload: bytes, options: bytes) -> None:
+def test_one_byte_of_the_data_changes_and_the_checksum_stays_right(
+    payload: bytes, options: bytes
+) -> None:
     frame = frame_of(payload, options)
     damaged = flip_byte(frame)
     segment = damaged[34:]

@@ -38,18 +38,35 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
 
 
 def test_every_rank_gets_torchruns_variables_on_uneven_nodes() -> None:
-    names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"]
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "NODE_RANK",
+        "LOCAL_WORLD_SIZE",
+        "WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+    ]
     command = python(f"import os; print(*(os.environ[name] for name in {names}))")
     with launch.start(command, nodes=2, ranks_per_node=[2, 1]) as job:
         assert job.wait(timeout=20).returncodes == (0, 0, 0)
-    assert [rank.output for rank in job.ranks] == [["0 0 0 0 2 3 2"], ["1 1 0 0 2 3 2"], ["2 0 1 1 1 3 2"]]
+    assert [rank.output for rank in job.ranks] == [
+        ["0 0 0 0 2 3 2"],
+        ["1 1 0 0 2 3 2"],
+        ["2 0 1 1 1 3 2"],
+    ]
     assert [rank.place.label for rank in job.ranks] == ["n0 r0", "n0 r1", "n1 r2"]
 
 
-def test_ranks_share_one_fresh_key_and_the_users_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_one_fresh_key_and_the_users_settings_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.delenv("LOOSESTEP_KEY", raising=False)
-    command = python("import os; print(os.environ['LOOSESTEP_KEY'], os.environ['OMP_NUM_THREADS'], os.environ['MINE'])")
+    command = python(
+        "import os; print(os.environ['LOOSESTEP_KEY'], os.environ['OMP_NUM_THREADS'], "
+        "os.environ['MINE'])"
+    )
     seen = set()
     for _ in range(2):
         with launch.start(command, ranks_per_node=2, env={"MINE": "yes"}) as job:
@@ -129,9 +146,13 @@ def test_lines_are_whole_and_in_order_and_the_last_needs_no_newline() -> None:
         os.write(2, b"the end")
     """)
     lines: list[tuple[int, str]] = []
-    with launch.start(command, ranks_per_node=3, output=lambda rank, line: lines.append((rank.number, line))) as job:
+    with launch.start(
+        command, ranks_per_node=3, output=lambda rank, line: lines.append((rank.number, line))
+    ) as job:
         job.wait(timeout=20)
-    expected = ["".join(f"{number}:{part};" for part in range(20)) for number in range(300)] + ["the end"]
+    expected = ["".join(f"{number}:{part};" for part in range(20)) for number in range(300)] + [
+        "the end"
+    ]
     for rank in job.ranks:
         assert [line for number, line in lines if number == rank.number] == expected == rank.output
 
@@ -201,7 +222,10 @@ def test_stop_ends_deaf_and_stopped_ranks() -> None:
 
 
 def test_leaving_the_block_by_an_exception_leaves_nobody() -> None:
-    with pytest.raises(KeyError), launch.start(python("import signal; signal.pause()"), ranks_per_node=2) as job:
+    with (
+        pytest.raises(KeyError),
+        launch.start(python("import signal; signal.pause()"), ranks_per_node=2) as job,
+    ):
         raise KeyError
     assert not job.running
     assert not any(is_alive(rank.pid) for rank in job.ranks)
@@ -226,8 +250,11 @@ def test_a_timeout_shows_the_last_lines_of_those_that_run() -> None:
             job.ranks[0].expect("more", timeout=5)
 
 
-@pytest.mark.parametrize("kind", [BrokenPipeError, SystemExit])  # rich exits when whoever reads our output is gone
-def test_an_output_that_raises_ends_the_job_and_reaches_whoever_waits(kind: type[BaseException]) -> None:
+# rich exits when whoever reads our output is gone
+@pytest.mark.parametrize("kind", [BrokenPipeError, SystemExit])
+def test_an_output_that_raises_ends_the_job_and_reaches_whoever_waits(
+    kind: type[BaseException],
+) -> None:
     def fail(rank: launch.Rank, line: str) -> None:
         raise kind(line)
 
@@ -266,7 +293,9 @@ def test_jobs_leave_no_thread_and_no_descriptor() -> None:
         (100, 100, "10000 ranks .* at most 256"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(nodes: int, ranks: int | list[int], message: str) -> None:
+def test_numbers_that_make_no_sense_are_refused(
+    nodes: int, ranks: int | list[int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         launch.start(["true"], nodes=nodes, ranks_per_node=ranks)
 
@@ -281,7 +310,12 @@ def test_scripts_modules_and_executables_are_told_apart(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     assert launch.command_for(str(script), ["--x"]) == [sys.executable, str(script), "--x"]
-    assert launch.command_for("json.tool", ["--x"], module=True) == [sys.executable, "-m", "json.tool", "--x"]
+    assert launch.command_for("json.tool", ["--x"], module=True) == [
+        sys.executable,
+        "-m",
+        "json.tool",
+        "--x",
+    ]
     assert launch.command_for("true", ["--x"]) == ["true", "--x"]
     for missing, module in (
         (str(tmp_path / "missing.py"), False),

@@ -27,7 +27,9 @@ PRESETS = {"big": {}, "little": {"layers": 1}}
 def test_options_are_parsed_from_strings_on_top_of_the_preset() -> None:
     assert parse_options(Options, {}, PRESETS) == Options()
     assert parse_options(Options, {"preset": "little"}, PRESETS).layers == 1
-    chosen = parse_options(Options, {"preset": "little", "layers": "7", "rate": "1e-3", "fast": "False"}, PRESETS)
+    chosen = parse_options(
+        Options, {"preset": "little", "layers": "7", "rate": "1e-3", "fast": "False"}, PRESETS
+    )
     assert chosen == Options("little", 7, 1e-3, False)
 
 
@@ -59,7 +61,9 @@ def test_quality_knows_its_direction() -> None:
 
 
 def test_vectors_are_not_decayed() -> None:
-    optimizer = Training(optimizer="adamw", lr=0.1, weight_decay=0.5).make_optimizer(nn.Linear(2, 2), lr=0.2)
+    optimizer = Training(optimizer="adamw", lr=0.1, weight_decay=0.5).make_optimizer(
+        nn.Linear(2, 2), lr=0.2
+    )
     assert [(g["weight_decay"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [
         (0.5, 0.2, 1),
         (0.0, 0.2, 1),
@@ -70,7 +74,10 @@ def test_vectors_are_not_decayed() -> None:
     ("settings", "message"),
     [
         ({"optimizer": "adam"}, "optimizer must be one of sgd, adamw, got 'adam'"),
-        ({"schedule": "cosine"}, "schedule must be one of constant, warm-up, one-cycle, plateau, got 'cosine'"),
+        (
+            {"schedule": "cosine"},
+            "schedule must be one of constant, warm-up, one-cycle, plateau, got 'cosine'",
+        ),
         ({"lr": 0.0}, "lr must be positive, got 0.0"),
         ({"epochs": -1.0}, "epochs must be positive, got -1.0"),
     ],
@@ -80,16 +87,24 @@ def test_training_that_is_not_possible_is_explained(settings: dict[str, Any], me
         Training(**settings)
 
 
-@pytest.mark.parametrize(("examples", "batch", "message"), [(0, 1, "at least 1 example"), (1, 0, "batch must be")])
+@pytest.mark.parametrize(
+    ("examples", "batch", "message"), [(0, 1, "at least 1 example"), (1, 0, "batch must be")]
+)
 def test_a_dataset_without_batches_is_explained(examples: int, batch: int, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        DatasetTask(make_model=None, dataset=[1.0] * examples, loss=None, evaluate=None, batch=batch)  # type: ignore[arg-type]
+        DatasetTask(
+            make_model=None, dataset=[1.0] * examples, loss=None, evaluate=None, batch=batch
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("answer", [{"loss": 0.5}, 0.5])
 def test_an_evaluation_without_what_is_judged_by_is_explained(answer: Any) -> None:
-    task = DatasetTask(make_model=nn.Identity, dataset=[1.0], loss=None, evaluate=lambda model: answer)  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match=r"evaluate must return a dict with 'accuracy', got .*0\.5"):
+    task = DatasetTask(
+        make_model=nn.Identity, dataset=[1.0], loss=None, evaluate=lambda model: answer
+    )  # type: ignore[arg-type]
+    with pytest.raises(
+        RecipeError, match=r"evaluate must return a dict with 'accuracy', got .*0\.5"
+    ):
         task.evaluate(task.make_model())
 
 
@@ -101,7 +116,9 @@ def a_task(seed: int = 0) -> DatasetTask:
         make_model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)),
         dataset=data,
         loss=lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square().mean(),
-        evaluate=lambda model: {"error": float((model(inputs)[:, 0] - inputs.sum(1)).square().mean())},
+        evaluate=lambda model: {
+            "error": float((model(inputs)[:, 0] - inputs.sum(1)).square().mean())
+        },
         quality=Quality("error", "lower"),
         training=Training(lr=0.005),
         batch=5,
@@ -109,7 +126,9 @@ def a_task(seed: int = 0) -> DatasetTask:
     )
 
 
-def train(task: Any, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Any, steps: int) -> None:
+def train(
+    task: Any, model: nn.Module, optimizer: torch.optim.Optimizer, stream: Any, steps: int
+) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         task.loss(model, next(stream)).backward()
@@ -127,20 +146,29 @@ def test_a_script_becomes_a_task_that_learns() -> None:
 
 def test_models_are_equal_for_the_same_seed_and_leave_the_generator_alone() -> None:
     state = torch.get_rng_state()
-    a, b, other = (nn.utils.parameters_to_vector(a_task(s).make_model().parameters()) for s in (1, 1, 2))
+    a, b, other = (
+        nn.utils.parameters_to_vector(a_task(s).make_model().parameters()) for s in (1, 1, 2)
+    )
     assert torch.equal(a, b)
     assert not torch.equal(a, other)
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_run_resumed_from_a_checkpoint_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_run_resumed_from_a_checkpoint_is_bit_for_bit_the_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
     task = a_task()
     model = task.make_model()
     optimizer = task.training.make_optimizer(model)
     stream = task.stream(learner=1, learners=2)
     train(task, model, optimizer, stream, 7)
     path = checkpoint.Checkpoints(tmp_path).save(
-        7, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": stream.state_dict()}
+        7,
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "data": stream.state_dict(),
+        },
     )
     train(task, model, optimizer, stream, 9)
 
@@ -179,7 +207,9 @@ def test_a_recipe_in_the_users_file_is_found(tmp_path: Path) -> None:
     task = find_recipe(f"{file}:recipe").build({"width": "5"}, seed=3)
     assert task.make_model().weight.shape == (1, 5)
     assert task.seed == 3
-    with pytest.raises(RecipeError, match=r"mine_recipe:wrong must return a loosestep\.recipes\.Task, got str"):
+    with pytest.raises(
+        RecipeError, match=r"mine_recipe:wrong must return a loosestep\.recipes\.Task, got str"
+    ):
         find_recipe(f"{file}:wrong").build({})
 
 
@@ -205,7 +235,10 @@ def test_a_function_that_is_not_there_is_explained(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("import os\ndef recipe(:\n", r"broken_recipe\.py:2: invalid syntax"),
-        ("import no_such_module\n", r"broken_recipe\.py cannot be loaded: No module named 'no_such_module'"),
+        (
+            "import no_such_module\n",
+            r"broken_recipe\.py cannot be loaded: No module named 'no_such_module'",
+        ),
         (
             "def recipe(options): ...\n",
             r"recipe in .*broken_recipe\.py must take \(options, \*, data, seed, device, progress\): got an unexpected",
@@ -213,7 +246,9 @@ def test_a_function_that_is_not_there_is_explained(tmp_path: Path) -> None:
         ("def recipe(options, other, **rest): ...\n", "missing a required argument: 'other'"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_explained(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_that_cannot_be_used_is_explained(
+    tmp_path: Path, content: str, message: str
+) -> None:
     file = tmp_path / "broken_recipe.py"
     file.write_text(content)
     with pytest.raises(RecipeError, match=message):

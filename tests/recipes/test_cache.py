@@ -27,11 +27,15 @@ def test_a_damaged_thing_is_made_again(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RecipeError, match=r"the cache cannot be written.*LOOSESTEP_CACHE names another folder"):
+    with pytest.raises(
+        RecipeError, match=r"the cache cannot be written.*LOOSESTEP_CACHE names another folder"
+    ):
         cached(tmp_path / "file" / "thing", dict)
 
 
-def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_follows_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("LOOSESTEP_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
     monkeypatch.delenv("LOOSESTEP_CACHE")

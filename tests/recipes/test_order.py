@@ -11,8 +11,16 @@ GOLDEN = (6375474604893067239, 7617019192293260610, 4909851169395153553)
 sizes = st.integers(1, 60)
 
 
-@given(examples=sizes, batch=st.integers(1, 9), seed=st.integers(0, 5), epoch=st.integers(0, 3), bucketed=st.booleans())
-def test_an_epoch_visits_every_example_once(examples: int, batch: int, seed: int, epoch: int, bucketed: bool) -> None:
+@given(
+    examples=sizes,
+    batch=st.integers(1, 9),
+    seed=st.integers(0, 5),
+    epoch=st.integers(0, 3),
+    bucketed=st.booleans(),
+)
+def test_an_epoch_visits_every_example_once(
+    examples: int, batch: int, seed: int, epoch: int, bucketed: bool
+) -> None:
     lengths = [(7 * i) % 13 for i in range(examples)] if bucketed else None
     order = Order(examples, batch=batch, seed=seed, lengths=lengths, pool=2)
     n = order.batches_per_epoch
@@ -22,8 +30,12 @@ def test_an_epoch_visits_every_example_once(examples: int, batch: int, seed: int
     assert max(map(len, batches)) - min(map(len, batches)) <= 1
 
 
-@given(examples=sizes, batch=st.integers(1, 9), learners=st.integers(1, 5), taken=st.integers(0, 20))
-def test_learners_take_all_batches_and_never_the_same(examples: int, batch: int, learners: int, taken: int) -> None:
+@given(
+    examples=sizes, batch=st.integers(1, 9), learners=st.integers(1, 5), taken=st.integers(0, 20)
+)
+def test_learners_take_all_batches_and_never_the_same(
+    examples: int, batch: int, learners: int, taken: int
+) -> None:
     order = Order(examples, batch=batch, seed=0)
     numbers = []
     for learner in range(learners):
@@ -67,7 +79,12 @@ def test_a_position_of_other_learners_is_refused() -> None:
 
 
 def test_mixed_seeds_differ() -> None:
-    seeds = {mix(seed, name, i) for seed in range(5) for name in ("order", "model", "noise") for i in range(50)}
+    seeds = {
+        mix(seed, name, i)
+        for seed in range(5)
+        for name in ("order", "model", "noise")
+        for i in range(50)
+    }
     assert len(seeds) == 5 * 3 * 50
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -33,10 +33,14 @@ def test_warm_up_is_a_straight_line_to_the_scale() -> None:
 
 def test_one_cycle_agrees_with_torch() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2.0, total_steps=101, final_div_factor=400.0)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=2.0, total_steps=101, final_div_factor=400.0
+    )
     ours = OneCycle(100, peak=0.3 * 101 / 100 - 0.01, start=25.0, end=25.0 * 400.0)
     for gradients in range(101):
-        assert 2.0 * ours.factor(gradients) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6)
+        assert 2.0 * ours.factor(gradients) == pytest.approx(
+            optimizer.param_groups[0]["lr"], rel=1e-6
+        )
         optimizer.step()
         if gradients < 100:
             cycle.step()
@@ -62,7 +66,9 @@ def test_plateau_cuts_after_patience_and_not_before() -> None:
 
 def test_plateau_cuts_where_torch_does() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=5, threshold=0.05)
+    reference = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=5, threshold=0.05
+    )
     plateau = Plateau()
     draw = torch.Generator().manual_seed(0)
     for step in range(60):
@@ -80,7 +86,8 @@ def test_plateau_survives_a_loss_that_is_not_a_number() -> None:
 
 
 def test_plateau_state_comes_back() -> None:
-    plateau, again = Product(WarmUp(2.0, 10), Plateau(patience=1)), Product(WarmUp(2.0, 10), Plateau(patience=1))
+    plateau = Product(WarmUp(2.0, 10), Plateau(patience=1))
+    again = Product(WarmUp(2.0, 10), Plateau(patience=1))
     for loss in (1.0, 1.0, 1.0, 1.0):
         plateau.observe(loss)
     again.load_state_dict(plateau.state_dict())
@@ -88,7 +95,8 @@ def test_plateau_state_comes_back() -> None:
 
 
 def test_apply_sets_every_group() -> None:
-    a, b = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    a = torch.nn.Parameter(torch.zeros(1))
+    b = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 9.0}], lr=1.0)
     assert apply(WarmUp(3.0, 0), optimizer, lr=0.1, gradients=5) == pytest.approx(0.3)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.3, 0.3])
@@ -118,10 +126,15 @@ def test_by_name_the_daso_rule_scales_linearly_after_the_warm_up() -> None:
 
 @pytest.mark.parametrize("name", ["warm-up", "plateau"])
 def test_by_name_adam_scales_with_the_square_root(name: str) -> None:
-    assert schedule(name, total=100_000, epoch=100, learners=4, optimizer="adamw").factor(500) == 2.0
+    assert (
+        schedule(name, total=100_000, epoch=100, learners=4, optimizer="adamw").factor(500) == 2.0
+    )
     training = Training(optimizer="adamw", schedule=name)
     assert training.make_schedule(total=100_000, epoch=100, learners=9).factor(500) == 3.0
-    assert Training(schedule=name).make_schedule(total=100_000, epoch=100, learners=9).factor(500) == 9.0
+    assert (
+        Training(schedule=name).make_schedule(total=100_000, epoch=100, learners=9).factor(500)
+        == 9.0
+    )
 
 
 def test_nonsense_is_refused() -> None:

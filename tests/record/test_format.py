@@ -1,4 +1,6 @@
-"""The format of a recording: what is written is read, what is torn is cut, what is changed is noticed."""
+"""The format of a recording: what is written is read, what is torn is cut, what is changed is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from loosestep.record.format import (
 from loosestep.record.player import require_same
 from loosestep.record.recorder import Recorder, digest_of, make_header
 
-SHORT, WORD, LONG = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+SHORT = st.integers(0, 2**16 - 1)
+WORD = st.integers(0, 2**32 - 1)
+LONG = st.integers(0, 2**64 - 1)
 WEIGHT = st.floats(0, 0.5)
 FIELDS: dict[Kind, list[Any]] = {
     Kind.TAKE: [SHORT, WORD, WORD],
@@ -43,7 +47,9 @@ FIELDS: dict[Kind, list[Any]] = {
     Kind.NUMBER: [st.integers(-(2**63), 2**63 - 1)],
     Kind.END: [LONG, LONG],
 }
-HEADER = make_header(rank=3, nodes=[[0, 1], [2, 3]], strategy="adpsgd", seed=0, layout=["weight: (2, 2) float32"])
+HEADER = make_header(
+    rank=3, nodes=[[0, 1], [2, 3]], strategy="adpsgd", seed=0, layout=["weight: (2, 2) float32"]
+)
 
 
 @st.composite
@@ -97,19 +103,30 @@ def test_what_is_written_is_read(wanted: list[Record]) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(wanted=st.lists(records(), min_size=1, max_size=10), cut=st.integers(1, 10**6))
-def test_a_torn_last_record_is_cut_off_and_the_whole_ones_stay(wanted: list[Record], cut: int) -> None:
+def test_a_torn_last_record_is_cut_off_and_the_whole_ones_stay(
+    wanted: list[Record], cut: int
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         start = len(write(Path(name), []))
         rank_file(Path(name), 3).unlink()
         data = write(Path(name), wanted)
-        kept = read(Path(name), data[: len(data) - cut % (len(data) - start) - 1] if len(data) > start + 1 else data)
+        kept = read(
+            Path(name),
+            data[: len(data) - cut % (len(data) - start) - 1] if len(data) > start + 1 else data,
+        )
         assert kept == wanted[: len(kept)]
         assert len(kept) < len(wanted)
 
 
 @settings(max_examples=200, deadline=None)
-@given(wanted=st.lists(records(), min_size=3, max_size=8), place=st.integers(0, 10**6), flip=st.integers(1, 255))
-def test_a_changed_byte_never_gives_other_records(wanted: list[Record], place: int, flip: int) -> None:
+@given(
+    wanted=st.lists(records(), min_size=3, max_size=8),
+    place=st.integers(0, 10**6),
+    flip=st.integers(1, 255),
+)
+def test_a_changed_byte_never_gives_other_records(
+    wanted: list[Record], place: int, flip: int
+) -> None:
     """It is an error, or in the last records a torn end: never a record that was not written."""
     with tempfile.TemporaryDirectory() as name:
         data = bytearray(write(Path(name), wanted))
@@ -123,7 +140,9 @@ def test_a_changed_byte_never_gives_other_records(wanted: list[Record], place: i
 
 
 @pytest.mark.parametrize("place", range(-60, -20))
-def test_a_change_before_the_last_records_is_an_error_that_says_where(place: int, tmp_path: Path) -> None:
+def test_a_change_before_the_last_records_is_an_error_that_says_where(
+    place: int, tmp_path: Path
+) -> None:
     data = bytearray(write(tmp_path, [Record(Kind.FOLD, (1, 2, q, 0.5)) for q in range(20)]))
     data[place] ^= 64
     with pytest.raises(RecordingError, match=r"is damaged at byte \d+ of"):
@@ -132,7 +151,9 @@ def test_a_change_before_the_last_records_is_an_error_that_says_where(place: int
 
 def test_a_recording_that_is_none_is_refused_with_advice(tmp_path: Path) -> None:
     data = write(tmp_path, [Record(Kind.STEP)])
-    with pytest.raises(RecordingError, match=r"recording of rank 5 is missing.*there are those of ranks \[3\]"):
+    with pytest.raises(
+        RecordingError, match=r"recording of rank 5 is missing.*there are those of ranks \[3\]"
+    ):
         Recording.read(tmp_path, 5)
     with pytest.raises(RecordingError, match="is not a recording"):
         read(tmp_path, b"something else")
@@ -151,14 +172,21 @@ def test_a_recording_of_another_format_names_the_version_that_wrote_it(tmp_path:
 def test_a_recording_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     write(tmp_path, [])
     recording = Recording.read(tmp_path, 3)
-    same: dict[str, Any] = {"nodes": HEADER["nodes"], "strategy": "adpsgd", "layout": HEADER["layout"]}
+    same: dict[str, Any] = {
+        "nodes": HEADER["nodes"],
+        "strategy": "adpsgd",
+        "layout": HEADER["layout"],
+    }
     require_same(recording, **same)
-    with pytest.raises(RecordingError, match=r"by the ranks \[\[0, 1\], \[2, 3\]\].*now they are \[\[0\]\]"):
+    with pytest.raises(
+        RecordingError, match=r"by the ranks \[\[0, 1\], \[2, 3\]\].*now they are \[\[0\]\]"
+    ):
         require_same(recording, **{**same, "nodes": [[0]]})
     with pytest.raises(RecordingError, match="with the strategy adpsgd, this run uses daso"):
         require_same(recording, **{**same, "strategy": "daso"})
     with pytest.raises(
-        RecordingError, match=r"another model: entry 0 was 'weight: \(2, 2\) float32', now it is 'bias'"
+        RecordingError,
+        match=r"another model: entry 0 was 'weight: \(2, 2\) float32', now it is 'bias'",
     ):
         require_same(recording, **{**same, "layout": ["bias"]})
     with pytest.raises(RecordingError, match="it had 1 tensors, now there are 2"):
@@ -175,6 +203,7 @@ def test_the_digest_sees_every_bit_of_every_dtype() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         tensor = torch.ones(3, 5, dtype=dtype)
         before = digest_of([tensor, torch.tensor(1.0)])
-        assert digest_of([tensor.t().contiguous().t(), torch.tensor(1.0)]) == before  # the numbers, not how they lie
+        # the numbers, not how they lie
+        assert digest_of([tensor.t().contiguous().t(), torch.tensor(1.0)]) == before
         tensor[2, 4] = 1 + torch.finfo(dtype).eps
         assert digest_of([tensor, torch.tensor(1.0)]) != before

@@ -28,30 +28,48 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # nothing comes from outside: what a plot needs from there is missing
+    # nothing comes from outside: what a plot needs from there is missing
+    "--host-resolver-rules=MAP * ~NOTFOUND",
     "--enable-logging=stderr",
     "--virtual-time-budget=8000",
 ]
 
 
-def make_run(path: Path, strategy: str, *, seed: int = 0, gain: float = 0.0, diverges: bool = False) -> Outcome:
+def make_run(
+    path: Path, strategy: str, *, seed: int = 0, gain: float = 0.0, diverges: bool = False
+) -> Outcome:
     """The folder of a run of two ranks that was never made."""
     path.mkdir(parents=True)
     folder = RunFolder(path)
-    Config(recipe="vision", strategy=strategy, seed=seed, nodes=2, command="loosestep train </script>").write(
-        folder.config_file
-    )
+    Config(
+        recipe="vision", strategy=strategy, seed=seed, nodes=2, command="loosestep train </script>"
+    ).write(folder.config_file)
     for rank in (0, 1):
         with Journal(folder, rank) as journal:
             if rank == 0:
                 quality = {"name": "accuracy", "better": "higher"}
                 journal.metric(
-                    "begin", gradients=0, recipe="vision", quality=quality, total=40, lr=0.1, optimizer="sgd",
-                    schedule="constant", epoch=10, nodes=[[0], [1]], task={"data": "<digits>"},
-                )  # fmt: skip
+                    "begin",
+                    gradients=0,
+                    recipe="vision",
+                    quality=quality,
+                    total=40,
+                    lr=0.1,
+                    optimizer="sgd",
+                    schedule="constant",
+                    epoch=10,
+                    nodes=[[0], [1]],
+                    task={"data": "<digits>"},
+                )
             for step in range(1, 21):
-                fields = {"loss": 2.0 / step, "consensus_distance": 0.1 * step, "bytes_sent": 1000 * step}
-                journal.metric("progress", gradients=2 * step, step=step, seconds=0.1 * step, **fields)
+                fields = {
+                    "loss": 2.0 / step,
+                    "consensus_distance": 0.1 * step,
+                    "bytes_sent": 1000 * step,
+                }
+                journal.metric(
+                    "progress", gradients=2 * step, step=step, seconds=0.1 * step, **fields
+                )
                 at = 100.0 + 0.1 * step
                 journal.event(Event(at, "wait", {"seconds": 0.02, "reason": "fold"}))
                 journal.event(Event(at, "step", {"step": step}))
@@ -59,7 +77,9 @@ def make_run(path: Path, strategy: str, *, seed: int = 0, gain: float = 0.0, div
                 journal.event(Event(at + 0.05, "landed", {"seconds": 0.04}))
                 journal.event(Event(at + 0.06, "fold", {"staleness": 1}))
             if rank == 0:
-                journal.metric("evaluation", gradients=20, seconds=1.0, metrics={"accuracy": 0.5 + gain})
+                journal.metric(
+                    "evaluation", gradients=20, seconds=1.0, metrics={"accuracy": 0.5 + gain}
+                )
                 if diverges:
                     journal.metric("progress", gradients=40, step=20, seconds=2.0, loss=math.nan)
                     continue
@@ -85,7 +105,9 @@ def test_the_table_tells_mean_and_spread_of_the_seeds(tmp_path: Path) -> None:
 
 
 def test_runs_that_diverged_are_told_beside_the_mean_of_the_others(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / str(i), "daso", seed=i, gain=0.1 * i, diverges=i == 2) for i in range(3)]
+    runs = [
+        make_run(tmp_path / str(i), "daso", seed=i, gain=0.1 * i, diverges=i == 2) for i in range(3)
+    ]
     runs += [make_run(tmp_path / str(i), "adpsgd", seed=i, diverges=True) for i in (3, 4)]
     target = common_target(runs)
     assert target == pytest.approx(0.8)  # not the .5 and .7 of those that diverged
@@ -109,11 +131,14 @@ def test_ranks_that_are_no_more_are_not_counted_again(tmp_path: Path) -> None:
     assert [end["bytes_sent"] for end in Outcome.read(before.folder).ends] == [40_000]
 
 
-def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    outcome, page = make_run(tmp_path / "run", "daso"), tmp_path / "report.html"
+    outcome = make_run(tmp_path / "run", "daso")
+    page = tmp_path / "report.html"
     page.write_text("before")
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(TrainingError, match=r"report\.html could not be written: No space left"):
@@ -161,7 +186,13 @@ def test_a_browser_draws_every_plot_without_a_complaint(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / strategy, strategy) for strategy in ("daso", "adpsgd")]
     page = tmp_path / "report.html"
     write_report(runs, page)
-    command = ["chromium", *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
+    command = [
+        "chromium",
+        *FLAGS,
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+        page.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert "CONSOLE" not in done.stderr
     figures = done.stdout.count('class="plotly-graph-div')

@@ -5,9 +5,21 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loosestep.report.spans import Activity, Span, between, length, merged, overlaps, read_activities
+from loosestep.report.spans import (
+    Activity,
+    Span,
+    between,
+    length,
+    merged,
+    overlaps,
+    read_activities,
+)
 
-SPANS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)).map(lambda p: (float(p[0]), float(p[0] + p[1]))))
+SPANS = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 10)).map(
+        lambda p: (float(p[0]), float(p[0] + p[1]))
+    )
+)
 
 
 def covered(spans: list[Span]) -> set[int]:
@@ -15,8 +27,11 @@ def covered(spans: list[Span]) -> set[int]:
 
 
 @given(first=SPANS, second=SPANS)
-def test_merging_overlapping_and_gaps_agree_with_counting_seconds(first: list[Span], second: list[Span]) -> None:
-    a, b = merged(first), merged(second)
+def test_merging_overlapping_and_gaps_agree_with_counting_seconds(
+    first: list[Span], second: list[Span]
+) -> None:
+    a = merged(first)
+    b = merged(second)
     assert covered(a) == covered(first)
     assert length(a) == len(covered(first))
     assert length(overlaps(a, b)) == len(covered(first) & covered(second))

@@ -27,7 +27,12 @@ from loosestep.runfolder.checkpoint import (
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+        return (
+            isinstance(b, torch.Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and bool((a == b).all())
+        )
     if isinstance(a, dict):
         return type(b) is dict and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
@@ -46,7 +51,9 @@ values = st.recursive(
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(
-            st.text(max_size=4) | st.integers() | st.sampled_from(["$tensor", "a/b", "a"]), inner, max_size=3
+            st.text(max_size=4) | st.integers() | st.sampled_from(["$tensor", "a/b", "a"]),
+            inner,
+            max_size=3,
         )
     ),
     max_leaves=8,
@@ -55,7 +62,9 @@ values = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(state=st.dictionaries(st.text(max_size=4), values, max_size=4))
-def test_every_state_comes_back_as_it_was(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_state_comes_back_as_it_was(
+    state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("any") / "c"
     assert same(read(write(path, state)), state)
 
@@ -127,7 +136,9 @@ def test_nothing_there_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "remove"])
-def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_by_name(
+    tmp_path: Path, name: str, damage: str
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state_of(1))
     file = checkpoints.save(2, state_of(2)) / name
@@ -178,14 +189,17 @@ def test_the_common_step_is_the_newest_that_all_ranks_hold_intact(tmp_path: Path
 def test_a_checkpoint_of_another_model_is_refused_untouched() -> None:
     model = torch.nn.Linear(3, 2)
     before = model.weight.clone()
-    with pytest.raises(CheckpointError, match=r"run/c is a checkpoint of another model.*weight is \(2, 4\) there"):
+    with pytest.raises(
+        CheckpointError, match=r"run/c is a checkpoint of another model.*weight is \(2, 4\) there"
+    ):
         restore_model(model, torch.nn.Linear(4, 2).state_dict(), source="run/c")
     with pytest.raises(CheckpointError, match="1 tensors of the model are not in it"):
         restore_model(model, {"bias": model.bias}, source="run/c")
     assert bool((model.weight == before).all())
 
 
-# A parent that has torch loaded and forks writers: twenty interpreter starts would be most of the test's time.
+# A parent that has torch loaded and forks writers: twenty interpreter starts would be most of the
+# test's time.
 ZYGOTE = """
 import os, sys, torch
 from loosestep.runfolder.checkpoint import Checkpoints
@@ -206,7 +220,9 @@ for line in sys.stdin:
 
 
 def test_a_writer_killed_at_random_moments_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
-    """Kill -9 again and again: what was reported as saved is there, whole, and nothing half-written is ever read."""
+    """Kill -9 again and again: what was reported as saved is there, whole, and nothing
+    half-written is ever read.
+    """
     draw = random.Random(1)
     said: list[str] = []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -225,7 +241,8 @@ def test_a_writer_killed_at_random_moments_leaves_only_whole_checkpoints(tmp_pat
             zygote.stdin.flush()
             pid = int(zygote.stdout.readline())
             reported = 0
-            while reported == 0:  # at least one checkpoint a round, then die somewhere in the next ones
+            # at least one checkpoint a round, then die somewhere in the next ones
+            while reported == 0:
                 reported = int(zygote.stdout.readline())
             time.sleep(draw.uniform(0, 0.02))
             os.kill(pid, signal.SIGKILL)
@@ -249,7 +266,9 @@ def test_a_writer_killed_at_random_moments_leaves_only_whole_checkpoints(tmp_pat
 def tiny_disk(tmp_path: Path) -> Any:
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs Linux and root")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True
+    )
     if mounted.returncode != 0:
         pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.decode().strip()}")
     yield tmp_path
@@ -259,7 +278,9 @@ def tiny_disk(tmp_path: Path) -> Any:
 def test_a_full_disk_is_said_and_leaves_the_previous_checkpoint(tiny_disk: Path) -> None:
     checkpoints = Checkpoints(tiny_disk / "checkpoint")
     checkpoints.save(1, state_of(1))
-    with pytest.raises(CheckpointError, match=r"step-0000000002-0 \(2\.0 MB\) could not be written: No space left"):
+    with pytest.raises(
+        CheckpointError, match=r"step-0000000002-0 \(2\.0 MB\) could not be written: No space left"
+    ):
         checkpoints.save(2, {"w": torch.zeros(500_000)})
     assert [path.name for path in (tiny_disk / "checkpoint").iterdir()] == ["step-0000000001-0"]
     found = load_latest(tiny_disk / "checkpoint")

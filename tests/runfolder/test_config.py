@@ -21,7 +21,12 @@ from loosestep.runfolder.config import (
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-PLAIN = st.one_of(TEXT, st.integers(-(2**60), 2**60), st.booleans(), st.floats(allow_nan=False, allow_infinity=False))
+PLAIN = st.one_of(
+    TEXT,
+    st.integers(-(2**60), 2**60),
+    st.booleans(),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
 NESTED = st.recursive(
     PLAIN | st.dates() | st.times() | st.datetimes(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -29,7 +34,11 @@ NESTED = st.recursive(
 )
 
 
-@given(options=st.dictionaries(TEXT, NESTED, max_size=4), lr=st.none() | st.floats(1e-9, 1e3), command=TEXT)
+@given(
+    options=st.dictionaries(TEXT, NESTED, max_size=4),
+    lr=st.none() | st.floats(1e-9, 1e3),
+    command=TEXT,
+)
 def test_a_config_survives_toml(options: dict[str, Any], lr: float | None, command: str) -> None:
     config = Config(recipe="vision", lr=lr, command=command, options=options, gradients=7)
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +67,10 @@ def test_writing_replaces_the_file_whole(tmp_path: Path) -> None:
         ({"recipe": "vision", "gradients": 0}, "--gradients must be at least 1, got 0"),
         ({"recipe": "vision", "gradients": 5, "epochs": 1}, "--gradients or --epochs, not both"),
         ({"recipe": "vision", "lr": -1}, "--lr must be a positive number"),
-        ({"recipe": "vision", "strategy": "dasso"}, "unknown strategy 'dasso' (did you mean 'daso'?)"),
+        (
+            {"recipe": "vision", "strategy": "dasso"},
+            "unknown strategy 'dasso' (did you mean 'daso'?)",
+        ),
         ({"recipe": "vision", "strategy": "daso:period=0"}, "period must be"),
         ({"recipe": "vision", "nodes": 2, "ranks_per_node": "1,2,3"}, "3 numbers of ranks"),
         ({"recipe": "vision", "ranks_per_node": "two"}, "--ranks-per-node must be a number"),

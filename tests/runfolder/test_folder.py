@@ -11,13 +11,17 @@ from loosestep.runfolder.config import TrainingError
 from loosestep.runfolder.folder import Journal, RunFolder
 
 
-def test_a_line_that_fits_only_in_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_fits_only_in_part_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = RunFolder(tmp_path)
     with Journal(folder, 0) as journal:
         journal.metric("begin", gradients=0)
         write = os.write
         monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:10]))
-        with pytest.raises(TrainingError, match=r"metrics\.jsonl could not be written: No space left on device"):
+        with pytest.raises(
+            TrainingError, match=r"metrics\.jsonl could not be written: No space left on device"
+        ):
             journal.metric("progress", gradients=1)
         monkeypatch.undo()
     assert [line["kind"] for line in folder.metrics()] == ["begin"]

@@ -1,4 +1,6 @@
-"""The virtual clock: one strand at a time, in the order of virtual time, the same order for the same seed."""
+"""The virtual clock: one strand at a time, in the order of virtual time, the same order for the
+same seed.
+"""
 
 import threading
 
@@ -10,7 +12,8 @@ from loosestep.sim.clock import Clock, Gate, Killed
 
 
 def test_strands_take_turns_in_the_order_of_virtual_time() -> None:
-    clock, seen = Clock(), []
+    clock = Clock()
+    seen = []
 
     def live(name: str, pause: float) -> None:
         for _ in range(3):
@@ -20,11 +23,19 @@ def test_strands_take_turns_in_the_order_of_virtual_time() -> None:
     clock.spawn(lambda: live("slow", 1.0), name="slow", rank=0)
     clock.spawn(lambda: live("fast", 0.4), name="fast", rank=1)
     assert clock.run() == []
-    assert seen == [(0.4, "fast"), (0.8, "fast"), (1.0, "slow"), (1.2, "fast"), (2.0, "slow"), (3.0, "slow")]
+    assert seen == [
+        (0.4, "fast"),
+        (0.8, "fast"),
+        (1.0, "slow"),
+        (1.2, "fast"),
+        (2.0, "slow"),
+        (3.0, "slow"),
+    ]
 
 
 def order_of_ties(seed: int) -> list[int]:
-    clock, seen = Clock(seed), []
+    clock = Clock(seed)
+    seen = []
 
     def live(name: int) -> None:
         for _ in range(4):
@@ -45,7 +56,9 @@ def test_the_seed_alone_decides_between_equal_times() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(st.floats(0, 3), max_size=5), min_size=1, max_size=6))
 def test_time_never_goes_back_and_only_one_strand_runs(pauses: list[list[float]]) -> None:
-    clock, running, times = Clock(), [], []
+    clock = Clock()
+    running = []
+    times = []
 
     def live(own: list[float]) -> None:
         for pause in own:
@@ -63,7 +76,8 @@ def test_time_never_goes_back_and_only_one_strand_runs(pauses: list[list[float]]
 
 
 def test_a_gate_lets_everybody_go_on_and_a_timeout_gives_up() -> None:
-    clock, seen = Clock(), []
+    clock = Clock()
+    seen = []
     gate = Gate(clock)
     clock.spawn(lambda: seen.append(gate.wait()), name="patient", rank=0)
     clock.spawn(lambda: seen.append(gate.wait(1.0)), name="hasty", rank=1)
@@ -73,7 +87,8 @@ def test_a_gate_lets_everybody_go_on_and_a_timeout_gives_up() -> None:
 
 
 def test_who_waits_for_nothing_is_named_and_unwound() -> None:
-    clock, unwound = Clock(), []
+    clock = Clock()
+    unwound = []
 
     def live() -> None:
         try:
@@ -88,7 +103,8 @@ def test_who_waits_for_nothing_is_named_and_unwound() -> None:
 
 
 def test_a_killed_rank_ends_where_it_waits_and_the_others_go_on() -> None:
-    clock, seen = Clock(), []
+    clock = Clock()
+    seen = []
 
     def live(name: str) -> None:
         for _ in range(3):

@@ -36,7 +36,9 @@ def test_jitter_has_the_asked_mean_and_spread_and_follows_from_the_seed() -> Non
     assert times.min() > 0
     assert (times == Cluster(compute="100ms", jitter=0.2, seed=1).durations(0, 20_000)).all()
     assert not np.allclose(times[:100], cluster.durations(1, 100))
-    assert not np.allclose(times[:100], Cluster(compute="100ms", jitter=0.2, seed=2).durations(0, 100))
+    assert not np.allclose(
+        times[:100], Cluster(compute="100ms", jitter=0.2, seed=2).durations(0, 100)
+    )
     assert cluster.step_seconds(0, 300) == times[300]
 
 
@@ -60,7 +62,9 @@ def test_jitter_has_the_asked_mean_and_spread_and_follows_from_the_seed() -> Non
         ({"seed": -1}, "seed must be a whole number"),
     ],
 )
-def test_a_wrong_description_is_refused_at_construction(arguments: dict[str, Any], told: str) -> None:
+def test_a_wrong_description_is_refused_at_construction(
+    arguments: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         Cluster(**arguments)
     assert told in str(caught.value)

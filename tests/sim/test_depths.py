@@ -1,4 +1,6 @@
-"""The two depths of the simulator agree: clocks without tensors against the real code on virtual ranks."""
+"""The two depths of the simulator agree: clocks without tensors against the real code on virtual
+ranks.
+"""
 
 from functools import partial
 
@@ -12,7 +14,10 @@ from loosestep.sim.predict.machine import Machine
 from loosestep.sim.predict.timing import predict
 
 IDEAL = Machine(copy=1e18, operation=0, message=0, meeting=0, payload=1, step=0, gossip=0)
-LAYERS, WIDTH, WARMUP, TIMED = 8, 128, 9, 16
+LAYERS = 8
+WIDTH = 128
+WARMUP = 9
+TIMED = 16
 
 
 def train(rank: int, *, text: str) -> None:
@@ -28,9 +33,16 @@ def train(rank: int, *, text: str) -> None:
 
 def depths(text: str, topology: Topology, cluster: Cluster) -> tuple[float, float]:
     """Gradients per second: with tensors, and without."""
-    events = simulate(partial(train, text=text), ranks=topology.world, topology=topology, cluster=cluster).events
-    times = {(event.rank, event.fields["step"]): event.time for event in events if event.kind == "step"}
-    speeds = [TIMED / (times[rank, WARMUP + TIMED] - times[rank, WARMUP]) for rank in range(topology.world)]
+    events = simulate(
+        partial(train, text=text), ranks=topology.world, topology=topology, cluster=cluster
+    ).events
+    times = {
+        (event.rank, event.fields["step"]): event.time for event in events if event.kind == "step"
+    }
+    speeds = [
+        TIMED / (times[rank, WARMUP + TIMED] - times[rank, WARMUP])
+        for rank in range(topology.world)
+    ]
     sizes = [WIDTH * WIDTH * 4] * LAYERS
     prediction = predict(text, topology, cluster, parameters=sizes, steps=1000, machine=IDEAL)
     return sum(speeds), prediction.gradients_per_second
@@ -41,20 +53,30 @@ def depths(text: str, topology: Topology, cluster: Cluster) -> tuple[float, floa
 @pytest.mark.parametrize(
     "text",
     [
-        "allreduce", "localsgd:period=4", "daso:period=4,delay=1", "daso-paper:period=4", "delay-by-one:replica=node",
+        "allreduce",
+        "localsgd:period=4",
+        "daso:period=4,delay=1",
+        "daso-paper:period=4",
+        "delay-by-one:replica=node",
         "adpsgd:topology=random-ring",
     ],
-)  # fmt: skip
-def test_a_step_takes_as_long_with_tensors_as_without(text: str, slow: dict[int, float], bandwidth: str) -> None:
+)
+def test_a_step_takes_as_long_with_tensors_as_without(
+    text: str, slow: dict[int, float], bandwidth: str
+) -> None:
     topology = Topology.grid(2, 2)
     cluster = Cluster(bandwidth=bandwidth, latency="1ms", compute="100ms", slow=slow)
     with_tensors, without = depths(text, topology, cluster)
     assert without == pytest.approx(with_tensors, rel=0.01)
 
 
-@pytest.mark.parametrize("topology", [Topology.grid(2, 2), Topology.grid(3, 1), Topology([[0, 1, 2], [3, 4]])])
+@pytest.mark.parametrize(
+    "topology", [Topology.grid(2, 2), Topology.grid(3, 1), Topology([[0, 1, 2], [3, 4]])]
+)
 @pytest.mark.parametrize("text", ["allreduce", "localsgd:period=1"])
-def test_so_does_what_ranks_tell_each_other_when_nothing_else_takes_time(text: str, topology: Topology) -> None:
+def test_so_does_what_ranks_tell_each_other_when_nothing_else_takes_time(
+    text: str, topology: Topology
+) -> None:
     cluster = Cluster(bandwidth="1000gbit", latency="20ms", node_latency="1ms", compute="1ms")
     with_tensors, without = depths(text, topology, cluster)
     assert without == pytest.approx(with_tensors, rel=0.01)

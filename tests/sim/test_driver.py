@@ -24,7 +24,9 @@ class Point(nn.Module):
         self.w = nn.Parameter(torch.zeros(size, dtype=torch.float64))
 
 
-def train(rank: int, spec: str, *, steps: int = 10, lr: float = 0.1, deadline: float = 20.0) -> torch.Tensor:
+def train(
+    rank: int, spec: str, *, steps: int = 10, lr: float = 0.1, deadline: float = 20.0
+) -> torch.Tensor:
     """Every rank pulls towards its own point."""
     model = Point()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -39,7 +41,7 @@ def train(rank: int, spec: str, *, steps: int = 10, lr: float = 0.1, deadline: f
     return model.w.detach().clone()
 
 
-# What is separate per rank ----------------------------------------------------------------------------------------------
+# What is separate per rank ------------------------------------------------------------------------
 
 
 def draw() -> tuple[float, float, float]:
@@ -105,7 +107,7 @@ def test_every_rank_has_grad_mode_and_autocast_of_its_own() -> None:
     assert results == [[(True, False)] * 3, [(False, True)] * 3, [(False, False)] * 3]
 
 
-# Order and time ---------------------------------------------------------------------------------------------------------
+# Order and time -----------------------------------------------------------------------------------
 
 
 def story(seed: int) -> tuple[list[Any], list[float]]:
@@ -114,7 +116,9 @@ def story(seed: int) -> tuple[list[Any], list[float]]:
         ranks=6,
         cluster=Cluster(seed=seed, jitter=0.1, compute="10ms"),
     )
-    return [(e.time, e.rank, e.kind, sorted(e.fields.items())) for e in done.events], done.results[0].tolist()
+    return [(e.time, e.rank, e.kind, sorted(e.fields.items())) for e in done.events], done.results[
+        0
+    ].tolist()
 
 
 def test_the_same_seed_gives_the_same_events_and_another_one_others() -> None:
@@ -127,7 +131,9 @@ def test_the_same_seed_gives_the_same_events_and_another_one_others() -> None:
 
 def test_without_jitter_the_seed_still_decides_who_comes_first() -> None:
     def order(seed: int) -> list[int]:
-        done = simulate(lambda rank: train(rank, "adpsgd", steps=3), ranks=8, cluster=Cluster(seed=seed))
+        done = simulate(
+            lambda rank: train(rank, "adpsgd", steps=3), ranks=8, cluster=Cluster(seed=seed)
+        )
         return [event.rank for event in done.events if event.kind == "step"]
 
     assert order(0) == order(0)
@@ -135,7 +141,8 @@ def test_without_jitter_the_seed_still_decides_who_comes_first() -> None:
 
 
 def test_a_step_takes_its_computation_and_an_average_its_links() -> None:
-    cluster = Cluster(compute="100ms", bandwidth="8mbit", latency="0ms", node_latency="0ms")  # 1 MB/s
+    # 1 MB/s
+    cluster = Cluster(compute="100ms", bandwidth="8mbit", latency="0ms", node_latency="0ms")
 
     def big(rank: int) -> None:
         model = Point(62_500)  # half a megabyte
@@ -145,7 +152,9 @@ def test_a_step_takes_its_computation_and_an_average_its_links() -> None:
                 model.w.grad = torch.full_like(model.w, rank + 1.0)
                 optimizer.step()
 
-    plain = simulate(lambda rank: train(rank, "localsgd:period=100", steps=3), ranks=2, cluster=cluster)
+    plain = simulate(
+        lambda rank: train(rank, "localsgd:period=100", steps=3), ranks=2, cluster=cluster
+    )
     assert plain.seconds == pytest.approx(0.3, abs=0.01)
     done = simulate(big, ranks=2, cluster=cluster)
     # Broadcast of the start, three exchanges, the end: half a second each.
@@ -159,7 +168,8 @@ def test_gradients_are_averaged_while_backward_goes_on() -> None:
     cluster = Cluster(compute="3s", bandwidth="8mbit", latency="0ms")
 
     def layers(rank: int) -> float:
-        model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 300, bias=False))  # 360 kB each
+        # 360 kB each
+        model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 300, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with loosestep.attach(model, optimizer, "allreduce") as run:
             start = run.trace.clock()
@@ -176,12 +186,16 @@ def test_one_slow_learner_delays_everybody_under_all_reduce_and_nobody_under_gos
 
     def speed(spec: str, slow: dict[int, float]) -> float:
         done = simulate(
-            lambda rank: train(rank, spec, steps=2 if rank == 3 and slow and "adpsgd" in spec else 20),
+            lambda rank: train(
+                rank, spec, steps=2 if rank == 3 and slow and "adpsgd" in spec else 20
+            ),
             ranks=8,
             cluster=Cluster(compute="100ms", slow=slow),
         )
         ends = [
-            max(e.time for e in done.events if e.kind == "step" and e.rank == rank) for rank in range(8) if rank != 3
+            max(e.time for e in done.events if e.kind == "step" and e.rank == rank)
+            for rank in range(8)
+            if rank != 3
         ]
         return 20 / max(ends)
 
@@ -191,7 +205,7 @@ def test_one_slow_learner_delays_everybody_under_all_reduce_and_nobody_under_gos
     assert speed("allreduce", {3: 10}) == pytest.approx(speed("allreduce", {}) / 10, rel=0.02)
 
 
-# Contraction ------------------------------------------------------------------------------------------------------------
+# Contraction --------------------------------------------------------------------------------------
 
 
 def contraction(n: int, topology: str, rounds: int) -> float:
@@ -214,7 +228,9 @@ def contraction(n: int, topology: str, rounds: int) -> float:
                 after[number].append(model.w.detach().clone())
 
     simulate(mix, ranks=n)
-    return float(np.mean([square(after[number]) / square(before[number]) for number in range(rounds)]))
+    return float(
+        np.mean([square(after[number]) / square(before[number]) for number in range(rounds)])
+    )
 
 
 def square(vectors: list[torch.Tensor]) -> float:
@@ -224,11 +240,13 @@ def square(vectors: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("n", [8, 16, 32, 64, 128])
 def test_lockstep_rounds_contract_as_the_matrices_say(n: int) -> None:
-    assert contraction(n, "ring", 2) == pytest.approx(((1 + 2 * np.cos(2 * np.pi / n)) / 3) ** 2, rel=1e-6)
+    assert contraction(n, "ring", 2) == pytest.approx(
+        ((1 + 2 * np.cos(2 * np.pi / n)) / 3) ** 2, rel=1e-6
+    )
     assert contraction(n, "random-ring", 3) == pytest.approx(1 / 3 - (2 / 3) / (n - 1), rel=0.05)
 
 
-# Failures ---------------------------------------------------------------------------------------------------------------
+# Failures -----------------------------------------------------------------------------------------
 
 
 def test_gossip_goes_on_without_a_rank_that_was_killed() -> None:
@@ -242,11 +260,17 @@ def test_gossip_goes_on_without_a_rank_that_was_killed() -> None:
     assert done.steps == [20, 20, 5, 20, 20, 20]
     survivors = [done.results[rank] for rank in range(6) if rank != 2]
     assert all(torch.equal(survivors[0], other) for other in survivors)
-    mourners = {event.rank for event in done.events if event.kind == "peer_dead" and event.fields["peer"] == 2}
+    mourners = {
+        event.rank
+        for event in done.events
+        if event.kind == "peer_dead" and event.fields["peer"] == 2
+    }
     assert mourners == {0, 1, 3, 4, 5}
 
 
-@pytest.mark.parametrize("spec", ["allreduce", "localsgd:period=2", "daso:period=2", "adpsgd:replica=node"])
+@pytest.mark.parametrize(
+    "spec", ["allreduce", "localsgd:period=2", "daso:period=2", "adpsgd:replica=node"]
+)
 def test_a_collective_run_ends_and_names_the_rank_that_was_killed(spec: str) -> None:
     with pytest.raises(LostPeer, match=r"rank [01] is lost") as caught:
         simulate(
@@ -275,16 +299,24 @@ def test_an_error_on_one_rank_ends_the_run_and_is_raised() -> None:
 
 def test_nothing_is_folded_later_than_the_staleness_allows() -> None:
     cluster = Cluster(compute="100ms", latency="350ms")  # an exchange takes seven steps
-    done = simulate(lambda rank: train(rank, "adpsgd:max_staleness=2", steps=8), ranks=3, cluster=cluster)
+    done = simulate(
+        lambda rank: train(rank, "adpsgd:max_staleness=2", steps=8), ranks=3, cluster=cluster
+    )
     assert max(event.fields["staleness_max"] for event in done.events if event.kind == "fold") == 2
 
 
 def test_a_rank_that_starts_late_is_waited_for_within_the_deadline() -> None:
     done = simulate(
-        lambda rank: train(rank, "adpsgd", steps=3), ranks=3, cluster=Cluster(compute="1s", joins={1: "5s"})
+        lambda rank: train(rank, "adpsgd", steps=3),
+        ranks=3,
+        cluster=Cluster(compute="1s", joins={1: "5s"}),
     )
-    assert min(event.time for event in done.events if event.kind == "step") == pytest.approx(6.0, abs=0.1)
-    with pytest.raises(TimeoutError, match=r"rank\(s\) 1 did not call loosestep.attach within 20 s"):
+    assert min(event.time for event in done.events if event.kind == "step") == pytest.approx(
+        6.0, abs=0.1
+    )
+    with pytest.raises(
+        TimeoutError, match=r"rank\(s\) 1 did not call loosestep.attach within 20 s"
+    ):
         simulate(lambda rank: train(rank, "adpsgd"), ranks=3, cluster=Cluster(joins={1: "30s"}))
 
 
@@ -300,7 +332,7 @@ def test_ranks_that_wait_for_each_other_in_vain_are_named() -> None:
         simulate(unequal, ranks=2)
 
 
-# Bad input --------------------------------------------------------------------------------------------------------------
+# Bad input ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -318,7 +350,12 @@ def test_what_does_not_fit_is_refused_at_once(arguments: dict[str, Any], told: s
 
 
 def test_a_training_function_that_uses_torch_distributed_is_told_what_to_do() -> None:
-    for touch in (dist.get_rank, dist.barrier, lambda: dist.init_process_group("gloo"), all_reduce_by_name):
+    for touch in (
+        dist.get_rank,
+        dist.barrier,
+        lambda: dist.init_process_group("gloo"),
+        all_reduce_by_name,
+    ):
         with pytest.raises(RuntimeError, match="use the rank that train"):
             simulate(lambda rank, touch=touch: touch(), ranks=2)
     assert not dist.is_initialized()
@@ -350,7 +387,9 @@ def test_an_interrupt_ends_all_ranks() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(KeyboardInterrupt):
-            simulate(lambda rank: train(rank, "daso:period=2", steps=10**9), ranks=4, ranks_per_node=2)
+            simulate(
+                lambda rank: train(rank, "daso:period=2", steps=10**9), ranks=4, ranks_per_node=2
+            )
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

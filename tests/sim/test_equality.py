@@ -30,24 +30,32 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.out = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 3)
         self.dropout = nn.Dropout(0.3)
         self.scale = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale.float().mean()
+        return (
+            self.out(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale.float().mean()
+        )
 
 
 def trajectory(rank: int, spec: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Parameters and buffers before the end, inside a consensus, and after the end; data from global generators."""
+    """Parameters and buffers before the end, inside a consensus, and after the end; data from
+    global generators.
+    """
     torch.manual_seed(100 + rank)
     random.seed(rank)
     np.random.seed(rank)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with loosestep.attach(model, optimizer, spec, topology=Topology(NODES), deadline=60) as run:
-        for _ in range(13 - 2 * (rank == 1 and run.strategy.learner == "rank" and not run.strategy.gossip)):
+        for _ in range(
+            13 - 2 * (rank == 1 and run.strategy.learner == "rank" and not run.strategy.gossip)
+        ):
             x = torch.randn(8, 6) + random.random() + np.random.rand()
             optimizer.zero_grad()
             loss = model(x).square().mean()
@@ -61,15 +69,20 @@ def trajectory(rank: int, spec: str) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def state(model: nn.Module) -> torch.Tensor:
-    return torch.cat([t.detach().double().reshape(-1) for t in (*model.parameters(), *model.buffers())])
+    return torch.cat(
+        [t.detach().double().reshape(-1) for t in (*model.parameters(), *model.buffers())]
+    )
 
 
 @pytest.mark.flaky(reruns=1)  # starting four processes on a busy machine
 @pytest.mark.parametrize("spec", SPECS)
 def test_virtual_ranks_end_where_real_processes_do(spec: str) -> None:
-    simulation = loosestep.simulate(lambda rank: trajectory(rank, spec), ranks=4, topology=Topology(NODES))
+    simulation = loosestep.simulate(
+        lambda rank: trajectory(rank, spec), ranks=4, topology=Topology(NODES)
+    )
     for virtual, process in zip(simulation.results, ranks(4, trajectory, spec=spec), strict=True):
         for moment, (mine, theirs) in enumerate(zip(virtual, process, strict=True)):
-            if moment != 1 or "adpsgd" not in spec:  # under gossip a consensus is of whatever the others are at
+            # under gossip a consensus is of whatever the others are at
+            if moment != 1 or "adpsgd" not in spec:
                 assert torch.equal(mine, theirs)
         assert not torch.equal(virtual[0], virtual[2]) or spec == "allreduce"

@@ -7,11 +7,15 @@ from loosestep.sim.links import Links, flow_among
 from loosestep.topology import Topology
 
 MB = 1_000_000
-CLUSTER = Cluster(bandwidth="8mbit", latency="10ms", node_bandwidth="80mbit", node_latency="1ms")  # 1 and 10 MB/s
+# 1 and 10 MB/s
+CLUSTER = Cluster(bandwidth="8mbit", latency="10ms", node_bandwidth="80mbit", node_latency="1ms")
 
 
 def links(**changes: object) -> Links:
-    base = {name: getattr(CLUSTER, name) for name in ("bandwidth", "latency", "node_bandwidth", "node_latency")}
+    base = {
+        name: getattr(CLUSTER, name)
+        for name in ("bandwidth", "latency", "node_bandwidth", "node_latency")
+    }
     return Links(Cluster(**{**base, **changes}), Topology.grid(4, 2))  # type: ignore[arg-type]
 
 

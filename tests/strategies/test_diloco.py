@@ -7,7 +7,9 @@ from test_mean import Weights
 import loosestep
 from loosestep import DiLoCo, Topology
 
-SIZE, STEPS, LR = 7, 17, 0.1
+SIZE = 7
+STEPS = 17
+LR = 0.1
 TWO_BY_TWO = Topology([[0, 1], [2, 3]])
 
 
@@ -30,17 +32,23 @@ def train(rank: int, spec: str) -> torch.Tensor:
     return torch.stack(seen)
 
 
-def published(learners: list[list[int]], *, period: int, delay: int, lr: float, momentum: float) -> list[torch.Tensor]:
-    """The same for every learner (some ranks that share gradients): inner SGD, outer SGD with Nesterov momentum."""
+def published(
+    learners: list[list[int]], *, period: int, delay: int, lr: float, momentum: float
+) -> list[torch.Tensor]:
+    """The same for every learner (some ranks that share gradients): inner SGD, outer SGD with
+    Nesterov momentum.
+    """
     replicas = [torch.zeros(SIZE, dtype=torch.float64) for _ in learners]
     theta = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
     outer = torch.optim.SGD([theta], lr=lr, momentum=momentum, nesterov=momentum > 0)
     seen: list[list[torch.Tensor]] = [[] for _ in learners]
-    snapshots, taken = [], -1
+    snapshots = []
+    taken = -1
     for step in range(STEPS):
         for replica, ranks in zip(replicas, learners, strict=True):
             replica -= LR * torch.stack([gradient(rank, step) for rank in ranks]).mean(0)
-        for due in (False, True):  # what is in flight lands before the next snapshot, or with it if nothing is delayed
+        # what is in flight lands before the next snapshot, or with it if nothing is delayed
+        for due in (False, True):
             if snapshots and step - taken >= delay:
                 theta.grad = theta.detach() - torch.stack(snapshots).mean(0)
                 outer.step()
@@ -48,7 +56,8 @@ def published(learners: list[list[int]], *, period: int, delay: int, lr: float, 
                     replica += theta.detach() - snapshot
                 snapshots = []
             if not due and (step + 1) % period == 0:
-                snapshots, taken = [replica.clone() for replica in replicas], step
+                snapshots = [replica.clone() for replica in replicas]
+                taken = step
         for replica, list_ in zip(replicas, seen, strict=True):
             list_.append(replica.clone())
     return [torch.stack(list_) for list_ in seen]
@@ -58,7 +67,9 @@ def published(learners: list[list[int]], *, period: int, delay: int, lr: float, 
 @pytest.mark.parametrize(("period", "delay"), [(4, 0), (4, 2), (3, 3), (1, 0), (5, 1)])
 def test_every_step_is_the_published_one(replica: str, period: int, delay: int) -> None:
     spec = f"diloco:period={period},delay={delay},outer_lr=0.6,outer_momentum=0.8,replica={replica}"
-    results = loosestep.simulate(lambda rank: train(rank, spec), ranks=4, topology=TWO_BY_TWO).results
+    results = loosestep.simulate(
+        lambda rank: train(rank, spec), ranks=4, topology=TWO_BY_TWO
+    ).results
     learners = [[0], [1], [2], [3]] if replica == "rank" else [[0, 1], [2, 3]]
     expected = published(learners, period=period, delay=delay, lr=0.6, momentum=0.8)
     for learner, trajectory in zip(learners, expected, strict=True):
@@ -69,8 +80,13 @@ def test_every_step_is_the_published_one(replica: str, period: int, delay: int) 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_an_outer_step_of_one_without_momentum_is_local_sgd(delay: int) -> None:
     outer, plain = (
-        loosestep.simulate(lambda rank, spec=spec: train(rank, spec), ranks=4, topology=TWO_BY_TWO).results
-        for spec in (f"diloco:period=4,delay={delay},outer_lr=1,outer_momentum=0", f"localsgd:period=4,delay={delay}")
+        loosestep.simulate(
+            lambda rank, spec=spec: train(rank, spec), ranks=4, topology=TWO_BY_TWO
+        ).results
+        for spec in (
+            f"diloco:period=4,delay={delay},outer_lr=1,outer_momentum=0",
+            f"localsgd:period=4,delay={delay}",
+        )
     )
     torch.testing.assert_close(torch.stack(outer), torch.stack(plain), rtol=0, atol=1e-12)
 
@@ -78,7 +94,9 @@ def test_an_outer_step_of_one_without_momentum_is_local_sgd(delay: int) -> None:
 def test_each_rank_of_a_node_keeps_its_part_of_theta_and_momentum() -> None:
     def kept(rank: int) -> list[int]:
         model = Weights(8)
-        with loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=LR), DiLoCo(replica="node")) as run:
+        with loosestep.attach(
+            model, torch.optim.SGD(model.parameters(), lr=LR), DiLoCo(replica="node")
+        ) as run:
             return [flat.numel() for vector in run.state["outer"].values() for flat in vector]
 
     assert loosestep.simulate(kept, ranks=4, topology=TWO_BY_TWO).results == [[4, 4]] * 4
@@ -121,13 +139,16 @@ def test_half_precision_parameters_have_an_outer_step_in_single_precision() -> N
         model = Weights(4, torch.bfloat16)
         torch.nn.init.ones_(model.w)
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-8)
-        with loosestep.attach(model, optimizer, "diloco:period=1,outer_lr=0.5,outer_momentum=0") as run:
+        with loosestep.attach(
+            model, optimizer, "diloco:period=1,outer_lr=0.5,outer_momentum=0"
+        ) as run:
             model(torch.ones(4, dtype=torch.bfloat16)).backward()
             optimizer.step()
             return run.state["outer"]["theta"][0].clone()
 
     for value in loosestep.simulate(theta, ranks=2).results:
-        assert torch.equal(value, torch.full((4,), 1 - 2.0**-9))  # bfloat16 has nothing between 1 - 1/256 and 1
+        # bfloat16 has nothing between 1 - 1/256 and 1
+        assert torch.equal(value, torch.full((4,), 1 - 2.0**-9))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ def make_topology(sizes: list[int]) -> Topology:
 def final_replicas(
     spec: str, topology: Topology, steps: int, seed: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank's parameters after `steps` steps, before finish, and the sum of the updates each rank made."""
+    """Every rank's parameters after `steps` steps, before finish, and the sum of the updates
+    each rank made.
+    """
 
     def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         model = Weights(5, dtype)
@@ -53,8 +55,16 @@ def final_replicas(
 
 
 @settings(max_examples=25, deadline=None)
-@given(sizes=nodes, period=st.integers(1, 5), data=st.data(), steps=st.integers(1, 12), seed=st.integers(0, 99))
-def test_mean_is_untouched_by_daso_whatever_the_delay_and_the_nodes(sizes, period, data, steps, seed):
+@given(
+    sizes=nodes,
+    period=st.integers(1, 5),
+    data=st.data(),
+    steps=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
+def test_mean_is_untouched_by_daso_whatever_the_delay_and_the_nodes(
+    sizes, period, data, steps, seed
+):
     delay = data.draw(st.integers(0, period))
     replicas, moved = final_replicas(
         f"daso:period={period},delay={delay}", make_topology(sizes), steps, seed, torch.float64
@@ -63,8 +73,16 @@ def test_mean_is_untouched_by_daso_whatever_the_delay_and_the_nodes(sizes, perio
 
 
 @settings(max_examples=25, deadline=None)
-@given(sizes=nodes, period=st.integers(1, 5), data=st.data(), steps=st.integers(1, 12), seed=st.integers(0, 99))
-def test_mean_is_untouched_by_local_sgd_whatever_the_delay_and_the_ranks(sizes, period, data, steps, seed):
+@given(
+    sizes=nodes,
+    period=st.integers(1, 5),
+    data=st.data(),
+    steps=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
+def test_mean_is_untouched_by_local_sgd_whatever_the_delay_and_the_ranks(
+    sizes, period, data, steps, seed
+):
     delay = data.draw(st.integers(0, period))
     replica = data.draw(st.sampled_from(["rank", "node"]))
     local = data.draw(st.integers(1, 3)) if replica == "node" else 1
@@ -74,7 +92,12 @@ def test_mean_is_untouched_by_local_sgd_whatever_the_delay_and_the_ranks(sizes, 
 
 
 @settings(max_examples=15, deadline=None)
-@given(sizes=nodes, steps=st.integers(1, 12), seed=st.integers(0, 99), replica=st.sampled_from(["rank", "node"]))
+@given(
+    sizes=nodes,
+    steps=st.integers(1, 12),
+    seed=st.integers(0, 99),
+    replica=st.sampled_from(["rank", "node"]),
+)
 def test_mean_is_untouched_by_delay_by_one(sizes, steps, seed, replica):
     replicas, moved = final_replicas(
         f"delay-by-one:replica={replica}", make_topology(sizes), steps, seed, torch.float64
@@ -85,8 +108,12 @@ def test_mean_is_untouched_by_delay_by_one(sizes, steps, seed, replica):
 @settings(max_examples=10, deadline=None)
 @given(steps=st.integers(4, 12), seed=st.integers(0, 99))
 def test_mean_is_kept_to_the_rounding_of_bfloat16_parameters(steps, seed):
-    replicas, _ = final_replicas("daso:period=2,delay=1", Topology.grid(2, 1), steps, seed, torch.bfloat16)
-    reference, _ = final_replicas("daso:period=1000", Topology.grid(2, 1), steps, seed, torch.bfloat16)
+    replicas, _ = final_replicas(
+        "daso:period=2,delay=1", Topology.grid(2, 1), steps, seed, torch.bfloat16
+    )
+    reference, _ = final_replicas(
+        "daso:period=1000", Topology.grid(2, 1), steps, seed, torch.bfloat16
+    )
     torch.testing.assert_close(replicas.mean(0), reference.mean(0), rtol=0, atol=2e-2)
 
 

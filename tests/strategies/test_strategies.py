@@ -37,7 +37,9 @@ def test_a_strategy_is_read_from_its_string(text, value):
     ramp=st.sampled_from(["gradients", "parameters"]),
     threshold=st.floats(0, 0.9),
 )
-def test_a_strategy_survives_the_round_trip_through_its_string(period, data, warmup, merge, lanes, ramp, threshold):
+def test_a_strategy_survives_the_round_trip_through_its_string(
+    period, data, warmup, merge, lanes, ramp, threshold
+):
     chosen = DASO(
         period=period,
         delay=data.draw(st.integers(0, period)),
@@ -51,7 +53,9 @@ def test_a_strategy_survives_the_round_trip_through_its_string(period, data, war
     assert strategy(str(chosen)) == chosen
 
 
-@pytest.mark.parametrize("graph", [{0: [1, 2], 1: [2]}, {0: (1,), 1: (2,)}, [[0.9, 0.1], [0.1, 0.9]]], ids=str)
+@pytest.mark.parametrize(
+    "graph", [{0: [1, 2], 1: [2]}, {0: (1,), 1: (2,)}, [[0.9, 0.1], [0.1, 0.9]]], ids=str
+)
 def test_a_graph_or_matrix_survives_the_round_trip_among_other_fields(graph):
     chosen = ADPSGD(topology=graph, rate=0.5, lockstep=True)
     assert strategy(str(chosen)) == chosen
@@ -60,8 +64,14 @@ def test_a_graph_or_matrix_survives_the_round_trip_among_other_fields(graph):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dasso", r"unknown strategy 'dasso' \(did you mean 'daso'\?\); the strategies are .*localsgd.*daso"),
-        ("daso:perid=3", r"daso has no field 'perid' \(did you mean 'period'\?\); its fields are: period, delay"),
+        (
+            "dasso",
+            r"unknown strategy 'dasso' \(did you mean 'daso'\?\); the strategies are .*localsgd.*daso",
+        ),
+        (
+            "daso:perid=3",
+            r"daso has no field 'perid' \(did you mean 'period'\?\); its fields are: period, delay",
+        ),
         ("allreduce:period=3", "allreduce has no field 'period'; its fields are: none"),
         ("daso:period", "expected field=value"),
         ("daso:period=1,period=2", "given twice"),
@@ -141,5 +151,9 @@ def test_a_loss_that_is_not_a_number_is_no_improvement():
 
 def test_a_mixing_matrix_may_be_an_array():
     matrix = torch.full((2, 2), 0.5)
-    assert ADPSGD(topology=matrix.numpy()) == ADPSGD(topology=matrix) == ADPSGD(topology=[[0.5, 0.5], [0.5, 0.5]])
+    assert (
+        ADPSGD(topology=matrix.numpy())
+        == ADPSGD(topology=matrix)
+        == ADPSGD(topology=[[0.5, 0.5], [0.5, 0.5]])
+    )
     assert "0.5" in str(ADPSGD(topology=matrix))

@@ -1,4 +1,6 @@
-"""Who gossips with whom: matrices keep the mean, contract as the theory says, and close over gaps."""
+"""Who gossips with whom: matrices keep the mean, contract as the theory says, and close over
+gaps.
+"""
 
 import math
 
@@ -27,12 +29,17 @@ def test_every_round_is_doubly_stochastic_and_symmetric(topology, n, number, see
     assert np.all(matrix >= 0)
 
 
-@pytest.mark.parametrize(("n", "fixed", "randomized"), [(8, 0.648, 0.238), (16, 0.901, 0.289), (32, 0.975, 0.312)])
+@pytest.mark.parametrize(
+    ("n", "fixed", "randomized"), [(8, 0.648, 0.238), (16, 0.901, 0.289), (32, 0.975, 0.312)]
+)
 def test_contraction_is_the_published_one(n, fixed, randomized):
-    assert contraction([ring_matrix(n)]) == pytest.approx(((1 + 2 * math.cos(2 * math.pi / n)) / 3) ** 2)
+    assert contraction([ring_matrix(n)]) == pytest.approx(
+        ((1 + 2 * math.cos(2 * math.pi / n)) / 3) ** 2
+    )
     assert contraction([ring_matrix(n)]) == pytest.approx(fixed, abs=1e-3)
     gossip = Gossip("random-ring", range(n), seed=1)
-    rng, ratios = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    ratios = []
     for number in range(400):
         x = rng.standard_normal((n, 50))
         x -= x.mean(axis=0)
@@ -43,7 +50,9 @@ def test_contraction_is_the_published_one(n, fixed, randomized):
 
 def test_fixed_and_randomized_rings_are_the_same_at_four_ranks():
     assert contraction([ring_matrix(4)]) == pytest.approx(1 / 9)
-    assert contraction([Gossip("random-ring", range(4)).matrix(k) for k in range(20)]) == pytest.approx(1 / 9)
+    assert contraction(
+        [Gossip("random-ring", range(4)).matrix(k) for k in range(20)]
+    ) == pytest.approx(1 / 9)
 
 
 def test_two_ranks_average_half_and_half():
@@ -90,7 +99,9 @@ def test_a_partner_is_alive_and_somebody_else(topology, number, alive):
 def test_the_exponential_graph_reaches_everybody():
     gossip = Gossip("exponential", range(8))
     assert {gossip.partner(0, number, set(range(1, 8)))[0] for number in range(10)} == {1, 2, 4}
-    assert contraction([gossip.matrix(0)]) > contraction([gossip.matrix(2) @ gossip.matrix(1) @ gossip.matrix(0)])
+    assert contraction([gossip.matrix(0)]) > contraction(
+        [gossip.matrix(2) @ gossip.matrix(1) @ gossip.matrix(0)]
+    )
 
 
 def test_a_graph_becomes_a_doubly_stochastic_matrix():
@@ -123,7 +134,9 @@ def test_a_shrunk_matrix_stays_doubly_stochastic():
 
 
 def test_an_unknown_topology_lists_the_valid_ones():
-    with pytest.raises(ValueError, match=r"unknown topology 'torus'.*ring, random-ring, pairs, exponential"):
+    with pytest.raises(
+        ValueError, match=r"unknown topology 'torus'.*ring, random-ring, pairs, exponential"
+    ):
         Gossip("torus", range(4))
 
 
@@ -158,7 +171,9 @@ def test_a_bad_matrix_is_shown(matrix, message):
 def test_a_matrix_in_single_precision_is_accepted_and_made_exactly_symmetric(n, seed):
     weights = np.random.default_rng(seed).dirichlet(np.ones(n))
     rotations = [np.roll(np.eye(n), hop, axis=1) for hop in range(n)]
-    single = sum(w / 2 * (turned + turned.T) for w, turned in zip(weights, rotations, strict=True)).astype(np.float32)
+    single = sum(
+        w / 2 * (turned + turned.T) for w, turned in zip(weights, rotations, strict=True)
+    ).astype(np.float32)
     single[0, 1] = np.nextafter(single[0, 1], 1, dtype=np.float32)
     matrix = Gossip(single, range(n)).matrix(0)
     np.testing.assert_array_equal(matrix, matrix.T)

@@ -13,7 +13,9 @@ from loosestep.training.learning_rate_search import MOST_TRIALS, search, split_s
 
 @given(best=st.floats(-3, 3), sign=st.sampled_from([1, -1]))
 def test_the_best_rate_near_the_guess_is_found(best: float, sign: int) -> None:
-    found, tried = search(lambda lr: -sign * abs(math.log2(lr) - best), 1.0, higher_is_better=sign > 0)
+    found, tried = search(
+        lambda lr: -sign * abs(math.log2(lr) - best), 1.0, higher_is_better=sign > 0
+    )
     assert abs(math.log2(found) - best) <= 0.5 + 1e-9
     assert len(tried) <= MOST_TRIALS
 
@@ -34,12 +36,17 @@ def test_when_everything_diverges_the_answer_is_smaller_still() -> None:
     [
         ("allreduce", ["allreduce"]),
         ("allreduce,daso", ["allreduce", "daso"]),
-        ("daso:period=8,delay=2,adpsgd:topology=random-ring,rate=1,delay-by-one",
-         ["daso:period=8,delay=2", "adpsgd:topology=random-ring,rate=1", "delay-by-one"]),
+        (
+            "daso:period=8,delay=2,adpsgd:topology=random-ring,rate=1,delay-by-one",
+            ["daso:period=8,delay=2", "adpsgd:topology=random-ring,rate=1", "delay-by-one"],
+        ),
         (" daso:period=8 , delay=2 , allreduce ,", ["daso:period=8,delay=2", "allreduce"]),
-        ("adpsgd:topology={0: [1, 2], 1: [2]},rate=1,daso", ["adpsgd:topology={0: [1, 2], 1: [2]},rate=1", "daso"]),
+        (
+            "adpsgd:topology={0: [1, 2], 1: [2]},rate=1,daso",
+            ["adpsgd:topology={0: [1, 2], 1: [2]},rate=1", "daso"],
+        ),
         ("dasso,allreduce", ["dasso", "allreduce"]),
     ],
-)  # fmt: skip
+)
 def test_fields_belong_to_the_strategy_before_them(text: str, parts: list[str]) -> None:
     assert split_strategies(text) == parts

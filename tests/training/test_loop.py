@@ -34,7 +34,8 @@ def close_pool() -> Any:
 
 
 def assert_same_model(first: RunFolder, second: RunFolder) -> None:
-    ours, theirs = final_model(first), final_model(second)
+    ours = final_model(first)
+    theirs = final_model(second)
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
@@ -47,7 +48,8 @@ def losses(folder: RunFolder) -> list[tuple[int, int, float, float]]:
 
 @pytest.mark.parametrize("strategy", COLLECTIVE)
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
-    config = tiny(strategy, options={"batch": 48})  # an epoch is two gradients: the learning rate is cut on the way
+    # an epoch is two gradients: the learning rate is cut on the way
+    config = tiny(strategy, options={"batch": 48})
     whole = train(tmp_path / "whole", config)
     broken = tmp_path / "broken"
     for crash_at in (11, 30, 41):
@@ -84,16 +86,22 @@ def test_other_ranks_go_on_from_the_mean_and_are_told_so(tmp_path: Path) -> None
     assert start.gradients == 32
     for name, value in start.state["model"].items():
         assert torch.allclose(value, (states[0]["model"][name] + states[1]["model"][name]) / 2)
-    assert any((states[0]["model"][name] != states[1]["model"][name]).any() for name in states[0]["model"])
+    assert any(
+        (states[0]["model"][name] != states[1]["model"][name]).any() for name in states[0]["model"]
+    )
     assert not folder.generation(0).exists()
 
 
 def test_what_the_old_ranks_counted_is_divided_among_the_new_ones(tmp_path: Path) -> None:
-    folder, config = RunFolder(tmp_path), tiny("localsgd")
+    folder = RunFolder(tmp_path)
+    config = tiny("localsgd")
     for rank, sent in enumerate((10, 30)):
         state = {"model": {}, "optimizer": {}, "schedule": {}, "gradients": 16, "seconds": 1.0}
-        Checkpoints(folder.checkpoints_of(config, rank)).save(16, {**state, "stats": {"bytes_sent": sent}})
-    for nodes, each in ((4, 10), (5, 8), (1, 40)):  # from the second on there are no checkpoints but the common start
+        Checkpoints(folder.checkpoints_of(config, rank)).save(
+            16, {**state, "stats": {"bytes_sent": sent}}
+        )
+    # from the second on there are no checkpoints but the common start
+    for nodes, each in ((4, 10), (5, 8), (1, 40)):
         config, _ = rearrange(folder, config, nodes=nodes, ranks_per_node="1", warn=pytest.fail)
         start = find_start(folder, config, 0, pytest.fail)
         assert start is not None
@@ -133,8 +141,11 @@ def test_the_folder_tells_the_whole_story(tmp_path: Path) -> None:
     assert not folder.trace_of(0).exists()
 
 
-def test_a_run_is_complete_only_when_its_final_model_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, config = RunFolder(tmp_path), tiny("allreduce", gradients=8)
+def test_a_run_is_complete_only_when_its_final_model_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    config = tiny("allreduce", gradients=8)
     task = find_recipe(config.recipe).build({}, seed=0)
 
     def train_once() -> None:
@@ -159,15 +170,20 @@ def test_a_run_is_complete_only_when_its_final_model_is_stored(tmp_path: Path, m
 
 
 def test_the_learning_rate_counts_the_nodes_there_are(tmp_path: Path) -> None:
-    """Open MPI does not say how many there are: the settings count one node of two ranks, the ranks know better."""
-    config = tiny("daso", gradients=8, options={"optimizer": "adamw"}).but(nodes=1, ranks_per_node="2")
+    """Open MPI does not say how many there are: the settings count one node of two ranks, the
+    ranks know better.
+    """
+    config = tiny("daso", gradients=8, options={"optimizer": "adamw"}).but(
+        nodes=1, ranks_per_node="2"
+    )
     lines = {line["kind"]: line for line in train(tmp_path, config).metrics()}
     assert lines["begin"]["nodes"] == [[0], [1]]
     assert lines["begin"]["lr"] == lines["final"]["lr"] == pytest.approx(0.3 * 2**0.5)
 
 
 def test_all_ranks_cut_the_learning_rate_at_the_same_gradient(tmp_path: Path) -> None:
-    config = tiny("allreduce", gradients=240, options={"batch": 48})  # two gradients an epoch: the plateau comes soon
+    # two gradients an epoch: the plateau comes soon
+    config = tiny("allreduce", gradients=240, options={"batch": 48})
     folder = train(tmp_path, config)
     rates = {rank: [(g, lr) for r, g, _, lr in losses(folder) if r == rank] for rank in (0, 1)}
     assert rates[0] == rates[1]
@@ -177,5 +193,7 @@ def test_all_ranks_cut_the_learning_rate_at_the_same_gradient(tmp_path: Path) ->
 
 def test_a_loss_that_is_no_number_ends_the_run_with_advice(tmp_path: Path) -> None:
     config = tiny("allreduce", options={"scale": "nan"})
-    with pytest.raises(AssertionError, match=r"training loss is nan at gradient 2; lower --lr, it is 0\.3"):
+    with pytest.raises(
+        AssertionError, match=r"training loss is nan at gradient 2; lower --lr, it is 0\.3"
+    ):
         train(tmp_path, config)

@@ -45,11 +45,14 @@ def test_the_final_model_is_that_of_real_processes(tmp_path: Path, strategy: str
 
 
 def test_the_report_counts_virtual_seconds(tmp_path: Path) -> None:
-    folder = virtually(tmp_path / "run", tiny("allreduce"), Cluster(compute="500ms", latency="10ms"))
+    folder = virtually(
+        tmp_path / "run", tiny("allreduce"), Cluster(compute="500ms", latency="10ms")
+    )
     outcome = Outcome.read(folder)
     assert outcome.final is not None
     assert outcome.gradients == 96
-    assert outcome.seconds == pytest.approx(48 * (0.5 + 2 * 0.01), rel=0.01)  # the last bucket, there and back
+    # the last bucket, there and back
+    assert outcome.seconds == pytest.approx(48 * (0.5 + 2 * 0.01), rel=0.01)
     assert {activity.rank for activity in outcome.activities} == {0, 1}
 
 

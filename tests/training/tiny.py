@@ -1,4 +1,6 @@
-"""A task of the user's own that trains in no time: two clouds of points, a small network, a schedule with a memory."""
+"""A task of the user's own that trains in no time: two clouds of points, a small network, a
+schedule with a memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from torch import nn
 from loosestep.recipes import DatasetTask, Progress, RecipeError, Training
 
 
-def recipe(options: dict[str, Any], *, data: Any, seed: int, device: torch.device, progress: Progress) -> DatasetTask:
+def recipe(
+    options: dict[str, Any], *, data: Any, seed: int, device: torch.device, progress: Progress
+) -> DatasetTask:
     if "wrong" in options:
         raise RecipeError("option wrong is wrong")
     points = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
@@ -31,12 +35,16 @@ def recipe(options: dict[str, Any], *, data: Any, seed: int, device: torch.devic
         return {"accuracy": float((model(points).argmax(1) == labels).double().mean())}
 
     return DatasetTask(
-        make_model=lambda: nn.Sequential(nn.Linear(4, hidden), nn.Dropout(0.2), nn.ReLU(), nn.Linear(hidden, 2)),
+        make_model=lambda: nn.Sequential(
+            nn.Linear(4, hidden), nn.Dropout(0.2), nn.ReLU(), nn.Linear(hidden, 2)
+        ),
         dataset=list(zip(points, labels, strict=True)),
         loss=loss,
         evaluate=evaluate,
         training=Training(
-            lr=0.3, optimizer=options.get("optimizer", "sgd"), schedule=str(options.get("schedule", "plateau"))
+            lr=0.3,
+            optimizer=options.get("optimizer", "sgd"),
+            schedule=str(options.get("schedule", "plateau")),
         ),
         batch=int(options.get("batch", 8)),
         seed=seed,

@@ -22,15 +22,24 @@ class Crash(Exception):
 
 
 def tiny(strategy: str, **changes: Any) -> Config:
-    settings: dict[str, Any] = {"gradients": 96, "checkpoint_every": 16, "evaluate_every": 24, **changes}
+    settings: dict[str, Any] = {
+        "gradients": 96,
+        "checkpoint_every": 16,
+        "evaluate_every": 24,
+        **changes,
+    }
     return Config(recipe=TINY, strategy=strategy, nodes=2, **settings)
 
 
 def work(rank: int, *, path: str, crash_at: int = 0) -> list[dict[str, Any]]:
-    """Train as this rank of the pool, two nodes; what it told. `crash_at`: a number of steps after which it ends."""
+    """Train as this rank of the pool, two nodes; what it told. `crash_at`: a number of steps
+    after which it ends.
+    """
     folder = RunFolder(Path(path))
     config = folder.config()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(sum(config.counts())), GROUP_RANK=str(rank), LOCAL_RANK="0")
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(sum(config.counts())), GROUP_RANK=str(rank), LOCAL_RANK="0"
+    )
     told: list[dict[str, Any]] = []
     advance = Trainer._advance
 

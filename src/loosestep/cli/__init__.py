@@ -12,7 +12,9 @@ from loosestep.cli.resume import resume
 from loosestep.cli.simulate import simulate
 from loosestep.cli.train import train
 
-app = typer.Typer(no_args_is_help=True, help="Asynchronous, decentralised data-parallel training for PyTorch.")
+app = typer.Typer(
+    no_args_is_help=True, help="Asynchronous, decentralised data-parallel training for PyTorch."
+)
 
 app.command("demo")(demo)
 app.command("train", epilog=guide())(train)

@@ -1,4 +1,6 @@
-"""What train, compare and resume have in common: check everything once, make the folder, run the ranks, say how it went."""
+"""What train, compare and resume have in common: check everything once, make the folder, run the
+ranks, say how it went.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from loosestep.training.watch import Ending, watch
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Mistakes of the user and problems of files are one line and exit code 2, never a traceback."""
+    """Mistakes of the user and problems of files are one line and exit code 2, never a
+    traceback.
+    """
     try:
         yield
     except (TrainingError, RecipeError, CheckpointError) as error:
@@ -48,13 +52,17 @@ def one_line_errors() -> Iterator[None]:
 
 
 def given_ranks() -> Launch | None:
-    """What an outer launcher (torchrun, Slurm, Open MPI, loosestep launch or lab) said about this process."""
+    """What an outer launcher (torchrun, Slurm, Open MPI, loosestep launch or lab) said about
+    this process.
+    """
     launch = detect_launch()
     return None if launch.launcher == "none" else launch
 
 
 def prepare(config: Config, console: Console) -> Task[Any]:
-    """Build the task once, so that every mistake shows before a rank starts and everything that is cached is there."""
+    """Build the task once, so that every mistake shows before a rank starts and everything that
+    is cached is there.
+    """
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bars: dict[str, Any] = {}
 
@@ -67,7 +75,9 @@ def prepare(config: Config, console: Console) -> Task[Any]:
 
         recipe = find_recipe(config.recipe)
         device = own_device(config.device, 0)
-        return recipe.build(config.options, data=config.data_folder, seed=config.seed, device=device, progress=show)
+        return recipe.build(
+            config.options, data=config.data_folder, seed=config.seed, device=device, progress=show
+        )
 
 
 def settle(config: Config, task: Task[Any]) -> Config:
@@ -78,9 +88,13 @@ def settle(config: Config, task: Task[Any]) -> Config:
         recipe = f"{Path(file).resolve()}:{function}"
     data = None if config.data is None else str(Path(config.data).resolve())
     return config.but(
-        recipe=recipe, data=data, gradients=budget(config, task), epochs=None, environment=environment(),
+        recipe=recipe,
+        data=data,
+        gradients=budget(config, task),
+        epochs=None,
+        environment=environment(),
         command=config.command or shlex.join(["loosestep", *sys.argv[1:]]),
-    )  # fmt: skip
+    )
 
 
 def environment() -> dict[str, Any]:
@@ -101,7 +115,8 @@ def new_folder(path: Path, config: Config) -> RunFolder:
     """Make the folder of a new run; one that is in use is refused."""
     if (path / "config.toml").exists():
         raise TrainingError(
-            f"{path} holds a run already; continue it with: loosestep resume {path}, or give another --name"
+            f"{path} holds a run already; continue it with: loosestep resume {path}, or give "
+            "another --name"
         )
     path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
@@ -114,12 +129,15 @@ def require_same(folder: RunFolder, config: Config) -> None:
     before = folder.config()
     differ = [
         f"{name} is {_given(old)} there and {_given(new)} now"
-        for name in (field.name for field in dataclasses.fields(Config) if field.name not in NOT_SETTINGS)
+        for name in (
+            field.name for field in dataclasses.fields(Config) if field.name not in NOT_SETTINGS
+        )
         if (old := getattr(before, name)) != (new := getattr(config, name))
     ]
     if differ:
         raise TrainingError(
-            f"{folder.path} is a run with other settings: {'; '.join(differ)}; give the same, or another --name"
+            f"{folder.path} is a run with other settings: {'; '.join(differ)}; give the same, or "
+            "another --name"
         )
 
 
@@ -127,8 +145,12 @@ def _given(value: object) -> object:
     return "not given" if value is None else value
 
 
-def run_folder(folder: RunFolder, console: Console, title: str, *, transient: bool = False, advice: str = "") -> Ending:
-    """All ranks of a run, to the end; `transient`: the picture goes when it is over. `advice`: how to continue it."""
+def run_folder(
+    folder: RunFolder, console: Console, title: str, *, transient: bool = False, advice: str = ""
+) -> Ending:
+    """All ranks of a run, to the end; `transient`: the picture goes when it is over. `advice`:
+    how to continue it.
+    """
     try:
         with Screen(console, title, transient=transient) as screen:
             return watch(folder, show=screen.show, print_line=screen.print_line)
@@ -144,13 +166,20 @@ def conclude(folder: RunFolder, ending: Ending, console: Console) -> None:
         if report_so_far(folder):
             console.print(f"Report: [bold]{escape(str(folder.report_file))}[/]", soft_wrap=True)
         saved = any((folder.path / "checkpoint").glob("generation-*/*"))
-        advice = f"; continue it with: loosestep resume {folder.path}" if saved and not ending.diverged else ""
+        advice = (
+            f"; continue it with: loosestep resume {folder.path}"
+            if saved and not ending.diverged
+            else ""
+        )
         Console(stderr=True, highlight=False).print(
             f"[bold red]loosestep:[/] {escape(ending.problem + advice)}", soft_wrap=True
         )
         raise typer.Exit(1)
     if ending.problem:
-        console.print(f"[yellow]loosestep:[/] {escape(ending.problem)}; the others went on without it", soft_wrap=True)
+        console.print(
+            f"[yellow]loosestep:[/] {escape(ending.problem)}; the others went on without it",
+            soft_wrap=True,
+        )
     console.print(summary(report_of(folder)), soft_wrap=True)
     console.print(f"Report: [bold]{escape(str(folder.report_file))}[/]", soft_wrap=True)
 
@@ -163,7 +192,9 @@ def report_of(folder: RunFolder) -> Outcome:
 
 
 def report_so_far(folder: RunFolder) -> bool:
-    """The page about a run that failed; whether there was anything to tell, and a disk to tell it on."""
+    """The page about a run that failed; whether there was anything to tell, and a disk to tell
+    it on.
+    """
     with contextlib.suppress(TrainingError):  # the user hears of what went wrong first
         report_of(folder)
         return True
@@ -172,34 +203,46 @@ def report_so_far(folder: RunFolder) -> bool:
 
 def summary(outcome: Outcome) -> str:
     """The result in one line."""
-    quality = "" if outcome.quality is None else f"{outcome.quality_name} [bold]{spell_quality(outcome.quality)}[/]  "
+    quality = (
+        ""
+        if outcome.quality is None
+        else f"{outcome.quality_name} [bold]{spell_quality(outcome.quality)}[/]  "
+    )
     result = "[bold]diverged[/]  " if outcome.diverged else quality
     return (
-        f"{result}{outcome.gradients} gradients in {spell_time(outcome.seconds)}, {outcome.speed:.0f} per second, "
-        f"waiting {outcome.waiting:.0%}"
+        f"{result}{outcome.gradients} gradients in {spell_time(outcome.seconds)}, "
+        f"{outcome.speed:.0f} per second, waiting {outcome.waiting:.0%}"
     )
 
 
 def as_given(launch: Launch) -> dict[str, Any]:
     """Nodes and ranks as the outer launcher counts them."""
-    known = (os.environ.get(name) for name in ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
+    known = (
+        os.environ.get(name)
+        for name in ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    )
     nodes = min(int(next(filter(None, known), 1)), launch.world)
     counts = [launch.world // nodes + (node < launch.world % nodes) for node in range(nodes)]
-    return {"nodes": nodes, "ranks_per_node": ",".join(map(str, counts)) if len(set(counts)) > 1 else str(counts[0])}
+    return {
+        "nodes": nodes,
+        "ranks_per_node": ",".join(map(str, counts)) if len(set(counts)) > 1 else str(counts[0]),
+    }
 
 
 def train_as_given(config: Config, folder: RunFolder, launch: Launch, console: Console) -> None:
-    """Under an outer launcher this process is a rank: rank 0 shows plain lines and writes the report.
+    """Under an outer launcher this process is a rank: rank 0 shows plain lines and writes the
+    report.
 
-    A run that is there already is continued: so a launcher that restarts its ranks needs to know nothing. Settings that
-    it was not begun with are refused.
+    A run that is there already is continued: so a launcher that restarts its ranks needs to know
+    nothing. Settings that it was not begun with are refused.
     """
     if folder.config_file.exists():
         before = folder.config()
         if before.counts() != config.counts():
             raise TrainingError(
-                f"{folder.path} was run by {before.counts()} ranks on its nodes, now they are {config.counts()}; first run: "
-                f"loosestep resume {folder.path} --nodes {config.nodes} --ranks-per-node {config.ranks_per_node} --no-start"
+                f"{folder.path} was run by {before.counts()} ranks on its nodes, now they are "
+                f"{config.counts()}; first run: loosestep resume {folder.path} --nodes "
+                f"{config.nodes} --ranks-per-node {config.ranks_per_node} --no-start"
             )
         require_same(folder, config.but(nodes=before.nodes, ranks_per_node=before.ranks_per_node))
         config = before

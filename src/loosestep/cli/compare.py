@@ -1,4 +1,6 @@
-"""`loosestep compare`: the same recipe and budget with several strategies and seeds, one table, one report."""
+"""`loosestep compare`: the same recipe and budget with several strategies and seeds, one table,
+one report.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ from loosestep.training.learning_rate_search import search, split_strategies
 from loosestep.training.loop import starting_lr
 from loosestep.training.watch import check_lab
 
-SHORTER = {"gradients/s": "grad/s", "MB/gradient": "MB/grad", "staleness": "stale"}  # a terminal has 80 columns
+# a terminal has 80 columns
+SHORTER = {"gradients/s": "grad/s", "MB/gradient": "MB/grad", "staleness": "stale"}
 SHORT = 4  # a trial of the learning-rate search has this fraction of the budget
 
 
@@ -50,16 +53,22 @@ def compare(
     strategies: Annotated[
         str,
         typer.Option(
-            help="Of those below, separated by commas. (allreduce, daso, adpsgd:topology=random-ring, delay-by-one)",
+            help="Of those below, separated by commas. (allreduce, daso, "
+            "adpsgd:topology=random-ring, delay-by-one)",
             show_default=False,
             autocompletion=completion.strategies,
         ),
     ] = "allreduce,daso,adpsgd:topology=random-ring,delay-by-one",
-    seeds: Annotated[int, typer.Option(min=1, metavar="<int>", help="How many seeds, from --seed on.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, metavar="<int>", help="How many seeds, from --seed on.")
+    ] = 3,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     lr_search: Annotated[
         bool,
-        typer.Option("--lr-search", help="First find each strategy's best learning rate, on one seed and a quarter."),
+        typer.Option(
+            "--lr-search",
+            help="First find each strategy's best learning rate, on one seed and a quarter.",
+        ),
     ] = False,
     target: Annotated[
         float | None, typer.Option(help="The quality whose time is told (what all runs reached).")
@@ -77,12 +86,14 @@ def compare(
     config: asked.ConfigFile = None,
     evaluate_every: asked.EvaluateEvery = None,
     name: Annotated[
-        str | None, typer.Option(help="Of the folder; one that is there is continued (recipe-compare-time).")
+        str | None,
+        typer.Option(help="Of the folder; one that is there is continued (recipe-compare-time)."),
     ] = None,
     runs: asked.Runs = Path("runs"),
     options: asked.ListOptions = False,
 ) -> None:
-    """Train RECIPE with every strategy and seed, at the same budget of gradients; print a table, write a report.
+    """Train RECIPE with every strategy and seed, at the same budget of gradients; print a table,
+    write a report.
 
     Strategies are trained in turn, seed by seed. Without --lr every strategy gets
     the recipe's learning rate, fitted to it by rule; with --lr-search the best of
@@ -95,13 +106,22 @@ def compare(
     with one_line_errors(), gentle_end():
         if given_ranks() is not None:
             raise TrainingError(
-                "compare starts its own processes; run it outside of torchrun, srun or loosestep launch"
+                "compare starts its own processes; run it outside of torchrun, srun or loosestep "
+                "launch"
             )
         given: dict[str, Any] = {
-            "recipe": recipe, "nodes": nodes, "ranks_per_node": ranks_per_node, "data": None if data is None else str(data),
-            "gradients": gradients, "epochs": epochs, "lr": lr, "seed": seed, "device": device, "bandwidth": bandwidth,
+            "recipe": recipe,
+            "nodes": nodes,
+            "ranks_per_node": ranks_per_node,
+            "data": None if data is None else str(data),
+            "gradients": gradients,
+            "epochs": epochs,
+            "lr": lr,
+            "seed": seed,
+            "device": device,
+            "bandwidth": bandwidth,
             "evaluate_every": evaluate_every,
-        }  # fmt: skip
+        }
         base = asked.gather(given, config, settings or [], batch)
         if options:
             asked.show_options(base.recipe, console)
@@ -113,7 +133,9 @@ def compare(
         task = prepare(base, console)
         path = runs / (name or f"{asked.short(recipe)}-compare-{time.strftime('%m%d-%H%M%S')}")
         advice = f"the same command with --name {path.name} goes on from there"
-        comparison = Comparison(settle(base, task), task, path, console, single=seeds == 1, advice=advice)
+        comparison = Comparison(
+            settle(base, task), task, path, console, single=seeds == 1, advice=advice
+        )
         rates = {text: comparison.find_rate(text) for text in chosen} if lr_search else {}
         for number in range(seeds):
             for text in chosen:
@@ -137,19 +159,31 @@ class Comparison:
 
     def find_rate(self, strategy: str) -> float:
         """The best rate of a short search on the first seed."""
-        config = self.config.but(strategy=strategy, gradients=max(1, (self.config.gradients or 1) // SHORT))
+        config = self.config.but(
+            strategy=strategy, gradients=max(1, (self.config.gradients or 1) // SHORT)
+        )
         higher = self.task.quality.better == "higher"
 
         def score(lr: float) -> float | None:
-            outcome = self.run(config.but(lr=lr), f"search/{slug(strategy)}-lr{lr:.3g}", f"{strategy} lr {lr:.3g}")
+            outcome = self.run(
+                config.but(lr=lr), f"search/{slug(strategy)}-lr{lr:.3g}", f"{strategy} lr {lr:.3g}"
+            )
             value = None if outcome.diverged else outcome.quality
-            self.say(f"{strategy}  lr {lr:.3g}: " + ("diverged" if value is None else spell_quality(value)))
+            self.say(
+                f"{strategy}  lr {lr:.3g}: "
+                + ("diverged" if value is None else spell_quality(value))
+            )
             return value
 
         guess = starting_lr(config, self.task, config.counts())
         best, tried = search(score, guess, higher_is_better=higher)
         self.console.print(f"[bold]{escape(strategy)}[/]: learning rate {best:.3g}", soft_wrap=True)
-        lines = {"strategy": strategy, "best": best, "gradients": config.gradients, "tried": list(tried.items())}
+        lines = {
+            "strategy": strategy,
+            "best": best,
+            "gradients": config.gradients,
+            "tried": list(tried.items()),
+        }
         with (self.path / "search.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(lines) + "\n")
         return best
@@ -166,7 +200,9 @@ class Comparison:
             self.console.print(f"{escape(title)}: {summary(outcome)}", soft_wrap=True)
 
     def run(self, config: Config, name: str, title: str) -> Outcome:
-        """A run to its end, or what it was if it is there already; one that diverged is not tried again."""
+        """A run to its end, or what it was if it is there already; one that diverged is not
+        tried again.
+        """
         path = self.path / name
         folder = RunFolder(path) if (path / "config.toml").is_file() else new_folder(path, config)
         require_same(folder, config)

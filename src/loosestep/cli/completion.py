@@ -17,7 +17,9 @@ def recipes(begun: str) -> list[str]:
     if not folder.is_dir():
         return names
     paths = [f"{path}/" if path.is_dir() else str(path) for path in sorted(folder.iterdir())]
-    return names + [path for path in paths if path.startswith(begun) and path.endswith(("/", ".py"))]
+    return names + [
+        path for path in paths if path.startswith(begun) and path.endswith(("/", ".py"))
+    ]
 
 
 def strategy(begun: str) -> list[str]:

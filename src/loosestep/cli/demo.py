@@ -1,4 +1,6 @@
-"""`loosestep demo`: a first look. Speech on two emulated nodes, trained with three strategies side by side."""
+"""`loosestep demo`: a first look. Speech on two emulated nodes, trained with three strategies
+side by side.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ from loosestep.report.outcome import Outcome
 from loosestep.runfolder.config import Config
 from loosestep.training.learning_rate_search import split_strategies
 
-NODES, RANKS_PER_NODE = 2, 2
+NODES = 2
+RANKS_PER_NODE = 2
 STRATEGIES = "allreduce,daso,adpsgd:topology=random-ring"
 ABOUT = {
-    "allreduce": "synchronous: at every step all processes average their gradients and wait for the slow link",
+    "allreduce": "synchronous: at every step all processes average their gradients and wait for the slow "
+    "link",
     "daso": "processes of a node average gradients; the nodes exchange models in the background",
-    "adpsgd": "nobody waits: every process averages its model with one other at a time, in the background",
+    "adpsgd": "nobody waits: every process averages its model with one other at a time, in the "
+    "background",
 }
 EXAMPLES = 3
 
@@ -37,15 +42,25 @@ EXAMPLES = 3
 def demo(
     bandwidth: Annotated[str, typer.Option(help="Of the link between the nodes.")] = "100mbit",
     network: Annotated[bool, typer.Option(help="Emulate the link (Linux, root), or not.")] = True,
-    strategies: Annotated[str, typer.Option(help="What to compare, separated by commas.")] = STRATEGIES,
-    utterances: Annotated[int, typer.Option(min=8, help="How much speech to synthesise and learn from.")] = 500,
+    strategies: Annotated[
+        str, typer.Option(help="What to compare, separated by commas.")
+    ] = STRATEGIES,
+    utterances: Annotated[
+        int, typer.Option(min=8, help="How much speech to synthesise and learn from.")
+    ] = 500,
     epochs: Annotated[float, typer.Option(min=0.1, help="How often to go through it.")] = 18.0,
-    browser: Annotated[bool, typer.Option(help="Open the report where there is a browser, or not.")] = True,
-    runs: Annotated[Path, typer.Option(help="Where the runs and the report are put.")] = Path("runs"),
+    browser: Annotated[
+        bool, typer.Option(help="Open the report where there is a browser, or not.")
+    ] = True,
+    runs: Annotated[Path, typer.Option(help="Where the runs and the report are put.")] = Path(
+        "runs"
+    ),
 ) -> None:
-    """A first look: speech recognition on two emulated nodes, three strategies side by side, in some minutes.
+    """A first look: speech recognition on two emulated nodes, three strategies side by side, in
+    some minutes.
 
-    Needs no data: the speech is synthesised here. With data, recipes and settings of your own: loosestep compare.
+    Needs no data: the speech is synthesised here. With data, recipes and settings of your own:
+    loosestep compare.
     """
     console = Console(highlight=False)
     with one_line_errors(), gentle_end():
@@ -75,7 +90,8 @@ def link(console: Console, bandwidth: str) -> str | None:
         refuse(error)
     except LabError as error:
         console.print(
-            f"[yellow]The link is not slowed down here[/], so waiting looks cheaper than on a cluster: {escape(str(error))}",
+            "[yellow]The link is not slowed down here[/], so waiting looks cheaper than on a "
+            f"cluster: {escape(str(error))}",
             soft_wrap=True,
         )
         return None
@@ -86,7 +102,10 @@ def introduce(console: Console, config: Config, strategies: Sequence[str]) -> No
     """What is about to happen."""
     between = "" if config.bandwidth is None else f", {config.bandwidth} between the nodes"
     console.print(f"[bold]loosestep[/]: two emulated nodes of two processes{between}")
-    console.print("A recurrent network learns to write down spelled names, numbers and dates, each time from scratch:")
+    console.print(
+        "A recurrent network learns to write down spelled names, numbers and dates, each time "
+        "from scratch:"
+    )
     lines = Table.grid(padding=(0, 2))
     for strategy in strategies:
         name = strategy.partition(":")[0]
@@ -114,16 +133,21 @@ def explain(console: Console, outcomes: Sequence[Outcome]) -> None:
             heard.add_row(f"  {name_of(outcome)}", f"[{style}]{escape(text)}[/]")
     console.print(heard)
     console.print(
-        "Below: word error rate, gradients (batches) per second of all processes, seconds until the error rate that all reached, "
-        "share of the time spent waiting. Four processes share this machine's cores: read the ratios.",
+        "Below: word error rate, gradients (batches) per second of all processes, seconds until "
+        "the error rate that all reached, share of the time spent waiting. Four processes share "
+        "this machine's cores: read the ratios.",
         style="dim",
     )
 
 
 def examples(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """For a few utterances: what was said, and what each final model wrote."""
-    finals: list[list[dict[str, Any]]] = [outcome.final["examples"] for outcome in outcomes if outcome.final]
-    return [[same[0]["expected"], *(one["found"] for one in same)] for same in zip(*finals, strict=True)][:EXAMPLES]
+    finals: list[list[dict[str, Any]]] = [
+        outcome.final["examples"] for outcome in outcomes if outcome.final
+    ]
+    return [
+        [same[0]["expected"], *(one["found"] for one in same)] for same in zip(*finals, strict=True)
+    ][:EXAMPLES]
 
 
 def name_of(outcome: Outcome) -> str:

@@ -1,4 +1,6 @@
-"""What `--help` says below the options: strategies with their fields, layouts of data, recipes of one's own."""
+"""What `--help` says below the options: strategies with their fields, layouts of data, recipes
+of one's own.
+"""
 
 from __future__ import annotations
 
@@ -46,18 +48,25 @@ FILE.py:function is called in every rank and returns a loosestep.recipes.Task:
 
 
 def fields(name: str) -> str:
-    """A strategy's fields with their defaults; of a variant of another one those that make the difference."""
+    """A strategy's fields with their defaults; of a variant of another one those that make the
+    difference.
+    """
     kind, make = STRATEGIES[name]
     values = {field.name: getattr(make(), field.name) for field in dataclasses.fields(kind)}
     if make is not kind:
-        values = {field: value for field, value in values.items() if value != getattr(kind(), field)}
+        values = {
+            field: value for field, value in values.items() if value != getattr(kind(), field)
+        }
     return " ".join(f"{field}={value}" for field, value in values.items())
 
 
 def item(name: str, text: str) -> str:
     """The name, and the text in a column beside it."""
-    first, rest = f"  {name}".ljust(INDENT), " " * INDENT
-    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    first = f"  {name}".ljust(INDENT)
+    rest = " " * INDENT
+    return textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 def guide() -> str:

@@ -14,11 +14,14 @@ from loosestep.cli import completion
 from loosestep.recipes import find_recipe
 from loosestep.runfolder.config import Config, make_config, parse_settings, read_toml
 
-NOT_SETTINGS = ("generation", "command", "environment")  # of a run's config.toml that is given as --config
+# of a run's config.toml that is given as --config
+NOT_SETTINGS = ("generation", "command", "environment")
 
 
 OneRecipe: Any = typer.Argument(
-    metavar="RECIPE", help="acoustic, vision, or FILE.py:function for your own.", autocompletion=completion.recipes
+    metavar="RECIPE",
+    help="acoustic, vision, or FILE.py:function for your own.",
+    autocompletion=completion.recipes,
 )
 RecipeName = Annotated[str, OneRecipe]
 StrategyName = Annotated[
@@ -29,17 +32,32 @@ StrategyName = Annotated[
     ),
 ]
 Nodes = Annotated[int | None, typer.Option(help="How many nodes to start on this machine (1).")]
-RanksPerNode = Annotated[str | None, typer.Option(help="Processes a node: 2, or 3,2 for uneven nodes (1).")]
-Data = Annotated[Path | None, typer.Option(help="A folder or file, as below; without, the recipe's own data.")]
-Gradients = Annotated[int | None, typer.Option(help="Budget: gradients (batches) of all learners together.")]
-Epochs = Annotated[float | None, typer.Option(help="Budget: passes over the data, of all learners together.")]
+RanksPerNode = Annotated[
+    str | None, typer.Option(help="Processes a node: 2, or 3,2 for uneven nodes (1).")
+]
+Data = Annotated[
+    Path | None, typer.Option(help="A folder or file, as below; without, the recipe's own data.")
+]
+Gradients = Annotated[
+    int | None, typer.Option(help="Budget: gradients (batches) of all learners together.")
+]
+Epochs = Annotated[
+    float | None, typer.Option(help="Budget: passes over the data, of all learners together.")
+]
 Batch = Annotated[int | None, typer.Option(help="Examples in one gradient of one learner.")]
-Lr = Annotated[float | None, typer.Option(help="Base learning rate; without, the recipe's, fitted to the strategy.")]
+Lr = Annotated[
+    float | None,
+    typer.Option(help="Base learning rate; without, the recipe's, fitted to the strategy."),
+]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, or cuda: a GPU for each rank of a node. (cpu)", autocompletion=completion.device),
+    typer.Option(
+        help="cpu, or cuda: a GPU for each rank of a node. (cpu)", autocompletion=completion.device
+    ),
 ]
-Bandwidth = Annotated[str | None, typer.Option(help="Emulate nodes with links of this rate: 100mbit (Linux, root).")]
+Bandwidth = Annotated[
+    str | None, typer.Option(help="Emulate nodes with links of this rate: 100mbit (Linux, root).")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -49,17 +67,28 @@ Settings = Annotated[
         autocompletion=completion.setting,
     ),
 ]
-ListOptions = Annotated[bool, typer.Option("--options", help="List what --set can change for RECIPE, and leave.")]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="Settings from a TOML file, such as a run's config.toml.")
+ListOptions = Annotated[
+    bool, typer.Option("--options", help="List what --set can change for RECIPE, and leave.")
 ]
-EvaluateEvery = Annotated[int | None, typer.Option(help="Judge the mean model every so many gradients (a tenth).")]
-CheckpointEvery = Annotated[int | None, typer.Option(help="Store a checkpoint every so many gradients (a tenth).")]
-RunName = Annotated[str | None, typer.Option(help="Of the run's folder; without, recipe, strategy and time.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="Settings from a TOML file, such as a run's config.toml."),
+]
+EvaluateEvery = Annotated[
+    int | None, typer.Option(help="Judge the mean model every so many gradients (a tenth).")
+]
+CheckpointEvery = Annotated[
+    int | None, typer.Option(help="Store a checkpoint every so many gradients (a tenth).")
+]
+RunName = Annotated[
+    str | None, typer.Option(help="Of the run's folder; without, recipe, strategy and time.")
+]
 Runs = Annotated[Path, typer.Option(help="Where run folders are made.")]
 
 
-def gather(given: dict[str, Any], file: Path | None, settings: list[str], batch: int | None) -> Config:
+def gather(
+    given: dict[str, Any], file: Path | None, settings: list[str], batch: int | None
+) -> Config:
     """The file first, then what was said on the command line."""
     values: dict[str, Any] = {} if file is None else read_toml(file)
     for name in NOT_SETTINGS:
@@ -79,14 +108,18 @@ def show_options(recipe: str, console: Console) -> None:
     """What --set understands."""
     found = find_recipe(recipe).options()
     for option in found:
-        console.print(f"  [bold]{option.name}[/]={option.default}  {escape(option.help)}", soft_wrap=True)
+        console.print(
+            f"  [bold]{option.name}[/]={option.default}  {escape(option.help)}", soft_wrap=True
+        )
     if not found:
         console.print("your own function decides what --set means")
 
 
 def default_name(config: Config) -> str:
     """vision-daso-1115-234501"""
-    return f"{short(config.recipe)}-{config.strategy.partition(':')[0]}-{time.strftime('%m%d-%H%M%S')}"
+    return (
+        f"{short(config.recipe)}-{config.strategy.partition(':')[0]}-{time.strftime('%m%d-%H%M%S')}"
+    )
 
 
 def short(recipe: str) -> str:

@@ -18,38 +18,61 @@ from loosestep.record.player import changed_circumstances
 from loosestep.record.source import Place, parse_place
 from loosestep.runfolder.config import TrainingError
 from loosestep.runfolder.folder import RunFolder
-from loosestep.training.replay import Comparison, read_recordings, replay_in_process, replay_run, require_place
+from loosestep.training.replay import (
+    Comparison,
+    read_recordings,
+    replay_in_process,
+    replay_run,
+    require_place,
+)
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was trained with --record.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The folder of a run that was trained with --record."),
+    ],
     until: Annotated[
-        str | None, typer.Option(metavar="rank=R,step=S", help="Stop after this step and save the state of that rank.")
+        str | None,
+        typer.Option(
+            metavar="rank=R,step=S", help="Stop after this step and save the state of that rank."
+        ),
     ] = None,
     in_process: Annotated[
-        bool, typer.Option("--in-process", help="All ranks in one process, one at a time: for a debugger.")
+        bool,
+        typer.Option(
+            "--in-process", help="All ranks in one process, one at a time: for a debugger."
+        ),
     ] = False,
 ) -> None:
-    """Train RUN again from its recording: every rank folds the same values at the same places, whatever the timing.
+    """Train RUN again from its recording: every rank folds the same values at the same places,
+    whatever the timing.
 
-    Compares the parameters with the recorded digests and says whether they are the same, bit for bit, or where they first
-    differ. What the replay writes goes to RUN/replay.
+    Compares the parameters with the recorded digests and says whether they are the same, bit for
+    bit, or where they first differ. What the replay writes goes to RUN/replay.
 
     Example: loosestep replay runs/vision-adpsgd-1115-234501 --until rank=2,step=731
     """
     console = Console(highlight=False)
     with one_line_errors(), gentle_end():
-        folder, place = RunFolder.open(run), place_of(until)
+        folder = RunFolder.open(run)
+        place = place_of(until)
         config, recordings = read_recordings(folder)
         require_place(place, recordings)
         for change in changed_circumstances(recordings[0].header):
-            console.print(f"[yellow]loosestep:[/] {escape(change)}: bits may differ", soft_wrap=True)
+            console.print(
+                f"[yellow]loosestep:[/] {escape(change)}: bits may differ", soft_wrap=True
+            )
         prepare(config, console)
-        with Screen(console, f"replay of {asked.short(config.recipe)}  {config.strategy}") as screen:
+        with Screen(
+            console, f"replay of {asked.short(config.recipe)}  {config.strategy}"
+        ) as screen:
             if in_process:
                 comparison = replay_in_process(folder, until=place, show=screen.show)
             else:
-                comparison = replay_run(folder, until=place, show=screen.show, print_line=screen.print_line)
+                comparison = replay_run(
+                    folder, until=place, show=screen.show, print_line=screen.print_line
+                )
         conclude(comparison, console)
 
 
@@ -65,8 +88,9 @@ def conclude(comparison: Comparison, console: Console) -> None:
     if comparison.stopped is not None:
         at = comparison.stopped
         console.print(
-            f"rank {at['rank']} after step {at['step']}: loss [bold]{at['loss']:.6g}[/], parameters have the digest "
-            f"[bold]{at['digest']}[/]\nIts state: [bold]{escape(at['path'])}[/], to be read with loosestep.runfolder.checkpoint.read",
+            f"rank {at['rank']} after step {at['step']}: loss [bold]{at['loss']:.6g}[/], "
+            f"parameters have the digest [bold]{at['digest']}[/]\nIts state: "
+            f"[bold]{escape(at['path'])}[/], to be read with loosestep.runfolder.checkpoint.read",
             soft_wrap=True,
         )
         return
@@ -79,7 +103,7 @@ def conclude(comparison: Comparison, console: Console) -> None:
         console.print(f"[yellow]loosestep:[/] {escape(ending)}", soft_wrap=True)
     last = "" if len(comparison.endings) == len(comparison.ranks) else ", and at the end"
     console.print(
-        f"[bold green]bit for bit identical[/] at {comparison.checked} steps of {len(comparison.ranks)} ranks{last} "
-        f"({comparison.steps} steps were made)",
+        f"[bold green]bit for bit identical[/] at {comparison.checked} steps of "
+        f"{len(comparison.ranks)} ranks{last} ({comparison.steps} steps were made)",
         soft_wrap=True,
     )

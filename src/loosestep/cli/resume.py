@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from loosestep.cli import options as asked
-from loosestep.cli.common import as_given, conclude, given_ranks, one_line_errors, prepare, run_folder, train_as_given
+from loosestep.cli.common import (
+    as_given,
+    conclude,
+    given_ranks,
+    one_line_errors,
+    prepare,
+    run_folder,
+    train_as_given,
+)
 from loosestep.cli.launch import gentle_end
 from loosestep.report.outcome import Outcome
 from loosestep.runfolder.config import Config, TrainingError
@@ -23,14 +31,18 @@ def resume(
     nodes: asked.Nodes = None,
     ranks_per_node: asked.RanksPerNode = None,
     gradients: Annotated[
-        int | None, typer.Option(help="Another budget, for instance to train a complete run longer.")
+        int | None,
+        typer.Option(help="Another budget, for instance to train a complete run longer."),
     ] = None,
-    start: Annotated[bool, typer.Option(help="Go on now, or only get the run ready for other ranks.")] = True,
+    start: Annotated[
+        bool, typer.Option(help="Go on now, or only get the run ready for other ranks.")
+    ] = True,
 ) -> None:
     """Continue a run from its newest intact checkpoints, after a crash, a kill or a reboot.
 
-    With the same ranks, collective strategies give bit for bit what the uninterrupted run would have given. With other
-    --nodes or --ranks-per-node all ranks start from the mean of the old ones.
+    With the same ranks, collective strategies give bit for bit what the uninterrupted run would
+    have given. With other --nodes or --ranks-per-node all ranks start from the mean of the old
+    ones.
 
     Example: loosestep resume runs/vision-daso-1115-234501
     """
@@ -48,24 +60,38 @@ def resume(
         if launch is not None:
             if (nodes, ranks_per_node, gradients, start) != (None, None, None, True):
                 raise TrainingError(
-                    f"under {launch.launcher} the ranks are those it gives, and each would change the run; first run, outside "
-                    f"of it: loosestep resume {run} --no-start with --nodes, --ranks-per-node or --gradients"
+                    f"under {launch.launcher} the ranks are those it gives, and each would change "
+                    f"the run; first run, outside of it: loosestep resume {run} --no-start with "
+                    "--nodes, --ranks-per-node or --gradients"
                 )
             train_as_given(config.but(**as_given(launch)), folder, launch, console)
         nodes = config.nodes if nodes is None else nodes
         ranks_per_node = config.ranks_per_node if ranks_per_node is None else ranks_per_node
-        config.but(nodes=nodes, ranks_per_node=ranks_per_node)  # a mistake in them shows before anything is changed
+        # a mistake in them shows before anything is changed
+        config.but(nodes=nodes, ranks_per_node=ranks_per_node)
         config = lengthened(folder, config, gradients)
-        changed, done = rearrange(folder, config, nodes=nodes, ranks_per_node=ranks_per_node, warn=say)
+        changed, done = rearrange(
+            folder, config, nodes=nodes, ranks_per_node=ranks_per_node, warn=say
+        )
         if done:
             say(done)
         if not start:
             return
         prepare(changed, console)
         where = find_start(folder, changed, 0, lambda text: None)
-        at = "from the beginning, for there is no checkpoint" if where is None else f"at gradient {where.gradients}"
-        console.print(f"[bold]{escape(str(run))}[/] goes on {at} of {changed.gradients}", soft_wrap=True)
-        conclude(folder, run_folder(folder, console, f"{asked.short(changed.recipe)}  {changed.strategy}"), console)
+        at = (
+            "from the beginning, for there is no checkpoint"
+            if where is None
+            else f"at gradient {where.gradients}"
+        )
+        console.print(
+            f"[bold]{escape(str(run))}[/] goes on {at} of {changed.gradients}", soft_wrap=True
+        )
+        conclude(
+            folder,
+            run_folder(folder, console, f"{asked.short(changed.recipe)}  {changed.strategy}"),
+            console,
+        )
 
 
 def lengthened(folder: RunFolder, config: Config, gradients: int | None) -> Config:
@@ -77,6 +103,7 @@ def lengthened(folder: RunFolder, config: Config, gradients: int | None) -> Conf
     made = Outcome.read(folder).gradients if folder.complete else 0
     if made and made >= (config.gradients or 0):
         raise TrainingError(
-            f"{folder.path} is complete ({made} gradients); train it longer with --gradients {2 * made}"
+            f"{folder.path} is complete ({made} gradients); train it longer with --gradients "
+            f"{2 * made}"
         )
     return config

@@ -1,4 +1,6 @@
-"""What the terminal shows of a run: a bar, a line for each node, or plain lines where there is no terminal."""
+"""What the terminal shows of a run: a bar, a line for each node, or plain lines where there is
+no terminal.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,33 @@ from rich.table import Table
 from loosestep.launch import Rank
 
 PLAIN_PAUSE = 10.0  # seconds between plain lines
-SILENCE = 15.0  # seconds after which a rank that says nothing, while others do, is no longer counted
+# seconds after which a rank that says nothing, while others do, is no longer counted
+SILENCE = 15.0
 
 
 class Screen:
     """Shows the messages of a run's ranks. Use it as a context manager."""
 
     def __init__(self, console: Console, title: str, *, transient: bool = False) -> None:
-        self._console, self._title, self._transient = console, title, transient
+        self._console = console
+        self._title = title
+        self._transient = transient
         self._live: Live | None = None
         self._spinner = Spinner("dots", f"[bold]{escape(title)}[/]  starting the processes")
         self._ranks: dict[int, dict[str, Any]] = {}
         self._run: dict[str, Any] = {}
         self._quality: float | None = None
-        self._began, self._gradients_before, self._printed = time.monotonic(), 0, 0.0
+        self._began = time.monotonic()
+        self._gradients_before = 0
+        self._printed = 0.0
 
     def __enter__(self) -> Screen:
         if self._console.is_terminal:
             self._live = Live(
-                console=self._console, get_renderable=self._picture, refresh_per_second=4, transient=self._transient
+                console=self._console,
+                get_renderable=self._picture,
+                refresh_per_second=4,
+                transient=self._transient,
             )
             self._live.start()
         return self
@@ -88,8 +98,16 @@ class Screen:
         loss = _mean([node["loss"] for node in nodes.values()])
         speed = sum(node["speed"] for node in nodes.values())
         waiting = sum(node["waiting"] for node in nodes.values()) / len(nodes)
-        parts = [f"{self._title}  {self.gradients}/{self._run['total']} gradients", self._spell_quality()]
-        parts += [f"loss {loss:.3f}", f"{speed:.0f} gradients/s", f"waiting {waiting:.0%}", self._left()]
+        parts = [
+            f"{self._title}  {self.gradients}/{self._run['total']} gradients",
+            self._spell_quality(),
+        ]
+        parts += [
+            f"loss {loss:.3f}",
+            f"{speed:.0f} gradients/s",
+            f"waiting {waiting:.0%}",
+            self._left(),
+        ]
         return "  ".join(part for part in parts if part)
 
     def _nodes(self) -> dict[int, dict[str, float]]:
@@ -119,7 +137,13 @@ class Screen:
         head = Table.grid(padding=(0, 2))
         counted = f"{min(self.gradients, total)}/{total} gradients"
         bar = ProgressBar(total=total, completed=min(self.gradients, total), width=20)
-        head.add_row(f"[bold]{escape(self._title)}[/]", bar, counted, f"[bold]{self._spell_quality()}[/]", self._left())
+        head.add_row(
+            f"[bold]{escape(self._title)}[/]",
+            bar,
+            counted,
+            f"[bold]{self._spell_quality()}[/]",
+            self._left(),
+        )
         lines = Table.grid(padding=(0, 2))
         for node, figures in self._nodes().items():
             waiting = f"waiting {figures['waiting']:4.0%}"

@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from loosestep.cli import options as asked
-from loosestep.cli.common import conclude, new_folder, one_line_errors, prepare, report_so_far, settle
+from loosestep.cli.common import (
+    conclude,
+    new_folder,
+    one_line_errors,
+    prepare,
+    report_so_far,
+    settle,
+)
 from loosestep.cli.launch import gentle_end
 from loosestep.cli.screen import Screen, spell_time
 from loosestep.lab import grammar
@@ -35,7 +42,9 @@ def simulate(
     epochs: asked.Epochs = None,
     batch: asked.Batch = None,
     lr: asked.Lr = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random, the order of events included. (0)")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of everything random, the order of events included. (0)")
+    ] = None,
     device: asked.Device = None,
     settings: asked.Settings = None,
     config: asked.ConfigFile = None,
@@ -47,29 +56,50 @@ def simulate(
     node_bandwidth: Annotated[str, typer.Option(help="Inside a node.")] = "200gbit",
     node_latency: Annotated[str, typer.Option(help="Inside a node.")] = "5us",
     backbone: Annotated[str | None, typer.Option(help="Of all nodes together. (no limit)")] = None,
-    compute: Annotated[str | None, typer.Option(help="Of one step: 120ms. (as measured on this machine)")] = None,
-    jitter: Annotated[float, typer.Option(help="Standard deviation of a step's time, as a share of it.")] = 0.0,
+    compute: Annotated[
+        str | None, typer.Option(help="Of one step: 120ms. (as measured on this machine)")
+    ] = None,
+    jitter: Annotated[
+        float, typer.Option(help="Standard deviation of a step's time, as a share of it.")
+    ] = 0.0,
     slow: Annotated[list[str] | None, typer.Option(help="A slow rank: 3:10x. Repeatable.")] = None,
-    kill: Annotated[list[str] | None, typer.Option(help="Kill a rank at a virtual time: 3@20s. Repeatable.")] = None,
-    join: Annotated[list[str] | None, typer.Option(help="A rank starts late: 3@20s. Repeatable.")] = None,
+    kill: Annotated[
+        list[str] | None, typer.Option(help="Kill a rank at a virtual time: 3@20s. Repeatable.")
+    ] = None,
+    join: Annotated[
+        list[str] | None, typer.Option(help="A rank starts late: 3@20s. Repeatable.")
+    ] = None,
     timing_only: Annotated[
-        bool, typer.Option("--timing-only", help="Predict the speed without any training; thousands of ranks.")
+        bool,
+        typer.Option(
+            "--timing-only", help="Predict the speed without any training; thousands of ranks."
+        ),
     ] = False,
     options: asked.ListOptions = False,
 ) -> None:
-    """Train RECIPE on virtual ranks in this process, on a virtual clock; the run and its report go to runs/NAME.
+    """Train RECIPE on virtual ranks in this process, on a virtual clock; the run and its report go
+    to runs/NAME.
 
     The mathematics is that of real processes; only time is simulated.
 
-    Example: loosestep simulate vision --strategy adpsgd:topology=random-ring --nodes 16 --ranks-per-node 2
+    Example: loosestep simulate vision --strategy adpsgd:topology=random-ring --nodes 16
+    --ranks-per-node 2
     """
     console = Console(highlight=False)
     with one_line_errors(), gentle_end():
         given: dict[str, Any] = {
-            "recipe": recipe, "strategy": strategy, "nodes": nodes, "ranks_per_node": ranks_per_node,
-            "data": None if data is None else str(data), "gradients": gradients, "epochs": epochs, "lr": lr, "seed": seed,
-            "device": device, "evaluate_every": evaluate_every,
-        }  # fmt: skip
+            "recipe": recipe,
+            "strategy": strategy,
+            "nodes": nodes,
+            "ranks_per_node": ranks_per_node,
+            "data": None if data is None else str(data),
+            "gradients": gradients,
+            "epochs": epochs,
+            "lr": lr,
+            "seed": seed,
+            "device": device,
+            "evaluate_every": evaluate_every,
+        }
         wanted = asked.gather(given, config, settings or [], batch)
         if options:
             asked.show_options(wanted.recipe, console)
@@ -79,18 +109,29 @@ def simulate(
         if compute is None:
             compute = f"{1e3 * measure_step(task):.3g}ms"
         described = {
-            "bandwidth": bandwidth, "latency": latency, "node_bandwidth": node_bandwidth, "node_latency": node_latency,
-            "backbone": backbone, "compute": compute, "jitter": jitter, "slow": dict(map(_slow, slow or [])),
+            "bandwidth": bandwidth,
+            "latency": latency,
+            "node_bandwidth": node_bandwidth,
+            "node_latency": node_latency,
+            "backbone": backbone,
+            "compute": compute,
+            "jitter": jitter,
+            "slow": dict(map(_slow, slow or [])),
             "failures": dict(_at(text, "--kill") for text in kill or []),
-            "joins": dict(_at(text, "--join") for text in join or []), "seed": wanted.seed,
-        }  # fmt: skip
+            "joins": dict(_at(text, "--join") for text in join or []),
+            "seed": wanted.seed,
+        }
         cluster = make_cluster(described, Topology.grid(1, sum(wanted.counts())))
         if measured:
-            console.print(f"a step takes {compute} on this machine; the same again with: --compute {compute}")
+            console.print(
+                f"a step takes {compute} on this machine; the same again with: --compute {compute}"
+            )
         if timing_only:
             show_prediction(predict_run(wanted, task, cluster), console)
         else:
-            train_virtually(wanted, task, cluster, runs / (name or asked.default_name(wanted)), console)
+            train_virtually(
+                wanted, task, cluster, runs / (name or asked.default_name(wanted)), console
+            )
 
 
 def make_cluster(described: dict[str, Any], topology: Topology) -> Cluster:
@@ -118,16 +159,20 @@ def _at(text: str, option: str) -> tuple[int, str]:
     return int(rank), time
 
 
-def train_virtually(config: Config, task: Task[Any], cluster: Cluster, path: Path, console: Console) -> None:
+def train_virtually(
+    config: Config, task: Task[Any], cluster: Cluster, path: Path, console: Console
+) -> None:
     """With real mathematics: a run folder and a report as of any run."""
     config = settle(config, task)
-    simulated = ", ".join(f"{f.name} {v}" for f in dataclasses.fields(cluster) if (v := getattr(cluster, f.name)))
+    simulated = ", ".join(
+        f"{f.name} {v}" for f in dataclasses.fields(cluster) if (v := getattr(cluster, f.name))
+    )
     config = config.but(environment={**config.environment, "simulated": simulated})
     folder = new_folder(path, config)
     title = f"{asked.short(config.recipe)}  {config.strategy}"
     console.print(
-        f"[bold]{config.recipe}[/] with {config.strategy} on {sum(config.counts())} virtual ranks: {config.gradients} "
-        f"gradients, run folder {path}",
+        f"[bold]{config.recipe}[/] with {config.strategy} on {sum(config.counts())} virtual "
+        f"ranks: {config.gradients} gradients, run folder {path}",
         soft_wrap=True,
     )
     try:
@@ -141,7 +186,9 @@ def train_virtually(config: Config, task: Task[Any], cluster: Cluster, path: Pat
 
 
 def _losses(done: Simulation) -> str:
-    return ", ".join(f"rank {rank} was killed after {at:g} s" for rank, at in sorted(done.lost.items()))
+    return ", ".join(
+        f"rank {rank} was killed after {at:g} s" for rank, at in sorted(done.lost.items())
+    )
 
 
 def show_simulation(done: Simulation, console: Console) -> None:
@@ -150,7 +197,8 @@ def show_simulation(done: Simulation, console: Console) -> None:
         "virtual time": spell_time(done.seconds),
         "gradients/s": f"{done.gradients_per_second:.1f}",
         "waiting": f"{done.waiting_share:.1%}",
-        "sent": f"{done.bytes_sent / 1e6:.1f} MB, {done.bytes_between_nodes / 1e6:.1f} MB between nodes",
+        "sent": f"{done.bytes_sent / 1e6:.1f} MB, {done.bytes_between_nodes / 1e6:.1f} MB between "
+        "nodes",
         "consensus distance": f"{done.distance:.3g}",
     }
     console.print(_table(rows))
@@ -158,10 +206,14 @@ def show_simulation(done: Simulation, console: Console) -> None:
 
 def predict_run(config: Config, task: Task[Any], cluster: Cluster) -> Prediction:
     """Timing only: nothing of the recipe but the sizes of its parameters."""
-    sizes = [p.numel() * p.element_size() for p in task.make_model().parameters() if p.requires_grad]
+    sizes = [
+        p.numel() * p.element_size() for p in task.make_model().parameters() if p.requires_grad
+    ]
     counts = config.counts()
     starts = [sum(counts[:node]) for node in range(len(counts))]
-    topology = Topology([range(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    topology = Topology(
+        [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    )
     steps = max(1, (settle(config, task).gradients or 1) // topology.world)
     try:
         return predict(config.chosen_strategy(), topology, cluster, parameters=sizes, steps=steps)

@@ -37,7 +37,9 @@ def train(
     epochs: asked.Epochs = None,
     batch: asked.Batch = None,
     lr: asked.Lr = None,
-    seed: Annotated[int | None, typer.Option(help="Of the model, the data order and everything random. (0)")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the model, the data order and everything random. (0)")
+    ] = None,
     device: asked.Device = None,
     bandwidth: asked.Bandwidth = None,
     settings: asked.Settings = None,
@@ -49,7 +51,10 @@ def train(
         float | None, typer.Option(help="Seconds without a sign after which a rank is lost. (60)")
     ] = None,
     record: Annotated[
-        bool | None, typer.Option("--record", help="Write down what was folded when, for: loosestep replay RUN.")
+        bool | None,
+        typer.Option(
+            "--record", help="Write down what was folded when, for: loosestep replay RUN."
+        ),
     ] = None,
     name: asked.RunName = None,
     runs: asked.Runs = Path("runs"),
@@ -66,11 +71,23 @@ def train(
     console = Console(highlight=False)
     with one_line_errors(), gentle_end():
         given: dict[str, Any] = {
-            "recipe": recipe, "strategy": strategy, "nodes": nodes, "ranks_per_node": ranks_per_node,
-            "data": None if data is None else str(data), "gradients": gradients, "epochs": epochs, "lr": lr, "seed": seed,
-            "device": device, "bandwidth": bandwidth, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every,
-            "keep": keep, "deadline": deadline, "record": record,
-        }  # fmt: skip
+            "recipe": recipe,
+            "strategy": strategy,
+            "nodes": nodes,
+            "ranks_per_node": ranks_per_node,
+            "data": None if data is None else str(data),
+            "gradients": gradients,
+            "epochs": epochs,
+            "lr": lr,
+            "seed": seed,
+            "device": device,
+            "bandwidth": bandwidth,
+            "evaluate_every": evaluate_every,
+            "checkpoint_every": checkpoint_every,
+            "keep": keep,
+            "deadline": deadline,
+            "record": record,
+        }
         wanted = asked.gather(given, config, settings or [], batch)
         if options:
             asked.show_options(wanted.recipe, console)
@@ -88,19 +105,29 @@ def train_here(config: Config, path: Path, console: Console) -> None:
     config = settle(config, prepare(config, console))
     folder = new_folder(path, config)
     console.print(
-        f"[bold]{config.recipe}[/] with {config.strategy}: {config.gradients} gradients, run folder {path}",
+        f"[bold]{config.recipe}[/] with {config.strategy}: {config.gradients} gradients, run "
+        f"folder {path}",
         soft_wrap=True,
     )
-    conclude(folder, run_folder(folder, console, f"{asked.short(config.recipe)}  {config.strategy}"), console)
+    conclude(
+        folder,
+        run_folder(folder, console, f"{asked.short(config.recipe)}  {config.strategy}"),
+        console,
+    )
 
 
 def train_as_rank(config: Config, path: Path | None, launch: Launch, console: Console) -> None:
     """Be one rank of those that somebody else started; all of them come to the same folder."""
     if path is None:
-        raise TrainingError(f"under {launch.launcher} every rank needs to know the run's folder: give --name")
+        raise TrainingError(
+            f"under {launch.launcher} every rank needs to know the run's folder: give --name"
+        )
     if config.bandwidth is not None:
         raise TrainingError(
-            f"--bandwidth {config.bandwidth} needs ranks that train starts itself; under {launch.launcher} leave it out"
+            f"--bandwidth {config.bandwidth} needs ranks that train starts itself; under "
+            f"{launch.launcher} leave it out"
         )
-    config = settle(config, prepare(config, Console(quiet=launch.rank != 0))).but(**as_given(launch))
+    config = settle(config, prepare(config, Console(quiet=launch.rank != 0))).but(
+        **as_given(launch)
+    )
     train_as_given(config, RunFolder(path), launch, console)

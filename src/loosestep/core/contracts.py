@@ -1,8 +1,9 @@
 """What a strategy and a run expect of communication, whatever carries it.
 
-An exchange is *offered* (a snapshot and what rides on it) and *lands* later. Rounds have a kind; all ranks of a round
-agree on it. A rank that is at a lower kind joins its peers' higher rounds with what it has, so nobody waits for a rank
-whose loader is shorter, and rounds are matched by their sequence number, never by step counts.
+An exchange is *offered* (a snapshot and what rides on it) and *lands* later. Rounds have a kind;
+all ranks of a round agree on it. A rank that is at a lower kind joins its peers' higher rounds with
+what it has, so nobody waits for a rank whose loader is shorter, and rounds are matched by their
+sequence number, never by step counts.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ from loosestep.topology import Topology
 Vector = list[torch.Tensor]  # one flat tensor per dtype
 Scope = Literal["rank", "node", "world"]
 Outer = Callable[[int, slice, torch.Tensor], torch.Tensor]
-"""(number of the tensor, part of what this rank averages of it, mean) -> what the replicas become instead of the mean."""
+"""(number of the tensor, part of what this rank averages of it, mean) -> what the replicas
+become instead of the mean.
+"""
 
 
 class Kind(IntEnum):
-    """The kinds of a round, lowest priority first: whoever is at a lower kind joins the higher one."""
+    """The kinds of a round, lowest priority first: whoever is at a lower kind joins the higher
+    one.
+    """
 
     FINISH = 0
     CONSENSUS = 1
@@ -38,11 +43,12 @@ class Kind(IntEnum):
 class Offer:
     """What a replica puts into an exchange. `vector` and `buffers` are overwritten by the result.
 
-    `form`: the result is the mean itself or the delta `mean - vector`. `lane`: None shards the vector over all lanes,
-    a number sends it whole over that one. `wire`: the dtype that travels, None for the parameters' own. `settle`: the
-    ranks of a node differ, so they are averaged first. `ready`: waits until the values have come from the device.
-    `near`: the vector has stayed there and is averaged there, inside `aside`. `part`: the only row of the vector that holds
-    values, of so many; the exchange fills in the others. `outer`: what is made of the mean before it is used.
+    `form`: the result is the mean itself or the delta `mean - vector`. `lane`: None shards the
+    vector over all lanes, a number sends it whole over that one. `wire`: the dtype that travels,
+    None for the parameters' own. `settle`: the ranks of a node differ, so they are averaged first.
+    `ready`: waits until the values have come from the device. `near`: the vector has stayed there
+    and is averaged there, inside `aside`. `part`: the only row of the vector that holds values, of
+    so many; the exchange fills in the others. `outer`: what is made of the mean before it is used.
     """
 
     vector: Vector
@@ -61,7 +67,9 @@ class Offer:
 
 @dataclass
 class Landed:
-    """The result of an exchange, the same numbers on every rank (vectors: on every rank of a node)."""
+    """The result of an exchange, the same numbers on every rank (vectors: on every rank of a
+    node).
+    """
 
     vector: Vector
     buffers: torch.Tensor
@@ -92,7 +100,9 @@ class Member(Protocol):
 
 
 class Parcel(Protocol):
-    """Something to be averaged: packed and unpacked on the communication thread, so that compute goes on."""
+    """Something to be averaged: packed and unpacked on the communication thread, so that compute
+    goes on.
+    """
 
     @property
     def flat(self) -> torch.Tensor:
@@ -106,10 +116,14 @@ class Parcel(Protocol):
 
     @property
     def flags(self) -> Parcel | None:
-        """What the host has to know of a parcel that is averaged where it is; None if it cannot be."""
+        """What the host has to know of a parcel that is averaged where it is; None if it cannot
+        be.
+        """
 
     def aside(self) -> AbstractContextManager[torch.Tensor]:
-        """Its values where they are, to be overwritten; inside, the current stream is one beside the compute stream."""
+        """Its values where they are, to be overwritten; inside, the current stream is one beside
+        the compute stream.
+        """
 
 
 class Comm(Protocol):
@@ -122,7 +136,9 @@ class Comm(Protocol):
     identical: bool
     member: Member | None
     part: tuple[int, int] | None
-    """Row and number of rows: what this rank sends of a vector that is sharded over lanes; None for all of it."""
+    """Row and number of rows: what this rank sends of a vector that is sharded over lanes; None
+    for all of it.
+    """
 
     def now(self) -> float:
         """The clock that events are stamped with."""
@@ -146,12 +162,16 @@ class Comm(Protocol):
         """Whether the gradients of such a round are averaged on the device that they are on."""
 
     def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
-        """Pack a parcel, overwrite it with its mean over the ranks that take part in the round, unpack it."""
+        """Pack a parcel, overwrite it with its mean over the ranks that take part in the round,
+        unpack it.
+        """
 
     def reduce_here(self, parcel: Parcel, scope: Scope) -> None:
         """The same on the calling thread, after all that was sent before."""
 
-    def broadcast_state(self, state: dict[str, Any], root: int, scope: Scope = "world") -> dict[str, Any]:
+    def broadcast_state(
+        self, state: dict[str, Any], root: int, scope: Scope = "world"
+    ) -> dict[str, Any]:
         """The nested plain state of rank `root`, tensors included, on every rank of the scope."""
 
     def close(self) -> None:

@@ -13,7 +13,9 @@ def nothing() -> None:
 
 
 class Pending(Generic[T]):
-    """A result that is on its way. `done()` never blocks; `wait()` returns the result or raises what went wrong."""
+    """A result that is on its way. `done()` never blocks; `wait()` returns the result or raises
+    what went wrong.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()

@@ -1,4 +1,6 @@
-"""Nested plain state (dicts, lists, numbers, strings, tensors) as one JSON text and a list of tensors."""
+"""Nested plain state (dicts, lists, numbers, strings, tensors) as one JSON text and a list of
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 
 
 def flatten(state: Any) -> tuple[str, list[torch.Tensor]]:
-    """The structure as JSON, in which tensor number i is `{"$tensor": i}`, and the tensors (contiguous, on the CPU)."""
+    """The structure as JSON, in which tensor number i is `{"$tensor": i}`, and the tensors
+    (contiguous, on the CPU).
+    """
     tensors: list[torch.Tensor] = []
 
     def encode(value: Any) -> Any:
@@ -30,11 +34,14 @@ def flatten(state: Any) -> tuple[str, list[torch.Tensor]]:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise TypeError(
-            f"a state may hold dicts, lists, tuples, numbers, strings, dtypes and tensors, got {type(value).__name__}"
+            "a state may hold dicts, lists, tuples, numbers, strings, dtypes and tensors, got "
+            f"{type(value).__name__}"
         )
 
     structure = encode(state)
-    described = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
+    described = [
+        [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors
+    ]
     return json.dumps({"structure": structure, "tensors": described}), tensors
 
 

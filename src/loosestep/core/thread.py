@@ -1,4 +1,6 @@
-"""One communication thread: tasks in the order in which they were submitted, each with a `Pending`."""
+"""One communication thread: tasks in the order in which they were submitted, each with a
+`Pending`.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ T = TypeVar("T")
 
 
 class Stream:
-    """Runs tasks one after another on its own thread. After an error every later task fails with the same error.
+    """Runs tasks one after another on its own thread. After an error every later task fails with
+    the same error.
 
-    `narrow`: operations on tensors use this thread alone. Where a step computes on the same cores, threads that wait for each
-    other at every operation would wait for the communication too.
+    `narrow`: operations on tensors use this thread alone. Where a step computes on the same cores,
+    threads that wait for each other at every operation would wait for the communication too.
     """
 
     def __init__(self, name: str, *, narrow: bool = False) -> None:
         self._narrow = narrow
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Pending[Any]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Pending[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._error: BaseException | None = None
         self._last: Pending[Any] | None = None
         self._closed = False
@@ -48,7 +53,9 @@ class Stream:
         return self.submit(task).wait()
 
     def here(self, task: Callable[[], T]) -> T:
-        """Do a task on the calling thread, the only one that submits, after everything that it has submitted."""
+        """Do a task on the calling thread, the only one that submits, after everything that it
+        has submitted.
+        """
         if self._last is not None:
             self._last.wait()
         try:
@@ -59,7 +66,8 @@ class Stream:
 
     def close(self, timeout: float) -> bool:
         """Finish what is queued and end the thread; false if it is still busy after `timeout`."""
-        self._closed, self._last = True, None
+        self._closed = True
+        self._last = None
         self._tasks.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -81,10 +89,13 @@ class Stream:
 
 
 def _compute_alone() -> None:
-    """Operations that this thread begins run on it alone; those of others, and of threads to come, as before."""
+    """Operations that this thread begins run on it alone; those of others, and of threads to
+    come, as before.
+    """
     before = torch.get_num_threads()
     if before > 1:
-        torch.set_num_threads(1)  # for this thread, and for those to come, which is taken back by one of them
+        # for this thread, and for those to come, which is taken back by one of them
+        torch.set_num_threads(1)
         restore = threading.Thread(target=torch.set_num_threads, args=(before,))
         restore.start()
         restore.join()

@@ -37,13 +37,15 @@ TOKEN = "token"  # of this run, from rank 0
 _attachments = itertools.count()  # every rank attaches in the same order, so the numbers agree
 
 Opener = Callable[[Topology | None, float], "World"]
-simulated: ContextVar[Opener | None] = ContextVar("simulated", default=None)  # set inside a simulated rank
+# set inside a simulated rank
+simulated: ContextVar[Opener | None] = ContextVar("simulated", default=None)
 
 
 @dataclass
 class World:
-    """The processes of a run. `store` is shared by all ranks, `pulse` is None in a world of one. `names`: what messages
-    call the ranks, where this is a part of a larger world."""
+    """The processes of a run. `store` is shared by all ranks, `pulse` is None in a world of one.
+    `names`: what messages call the ranks, where this is a part of a larger world.
+    """
 
     rank: int
     topology: Topology
@@ -56,11 +58,18 @@ class World:
     names: Sequence[int] | None = None
 
     def agree(self, report: dict[str, object]) -> list[dict[str, object]]:
-        """Publish this rank's report and read everybody's; the ranks that do not show up in time are named."""
+        """Publish this rank's report and read everybody's; the ranks that do not show up in time
+        are named.
+        """
         return [
             json.loads(text)
             for text in _publish(
-                self.store, "report", self.rank, self.topology.world, json.dumps(report), self.deadline
+                self.store,
+                "report",
+                self.rank,
+                self.topology.world,
+                json.dumps(report),
+                self.deadline,
             )
         ]
 
@@ -79,7 +88,13 @@ class World:
         def channel(ranks: Sequence[int]) -> Channel:
             nodes = [self.topology.node_of(rank) for rank in ranks]
             return Channel(
-                ranks, self.rank, name=name, store=store, pulse=self.pulse, nodes=nodes, devices=self._devices
+                ranks,
+                self.rank,
+                name=name,
+                store=store,
+                pulse=self.pulse,
+                nodes=nodes,
+                devices=self._devices,
             )
 
         return channel
@@ -89,7 +104,9 @@ class World:
         return open_devices()
 
     def near_channel(self, name: str, ranks: Sequence[int]) -> Channel:
-        """A channel for values on this rank's device; one for a rank alone has nobody to carry them to."""
+        """A channel for values on this rank's device; one for a rank alone has nobody to carry
+        them to.
+        """
         if len(ranks) == 1:
             return self.channels(name)(ranks)
         assert self.reach is not None
@@ -111,9 +128,14 @@ class World:
     def mailbox(self, members: Sequence[int], **arguments: Any) -> Mailbox:
         """This rank's end of the gossip among `members`."""
         return Mailbox(
-            self.connect(), self.rank, world=members, run_id=self.run_id, deadline=self.deadline, check=self.check,
+            self.connect(),
+            self.rank,
+            world=members,
+            run_id=self.run_id,
+            deadline=self.deadline,
+            check=self.check,
             **arguments,
-        )  # fmt: skip
+        )
 
     def check(self) -> None:
         """Raise what another rank has failed of, while heartbeats tell."""
@@ -122,7 +144,9 @@ class World:
 
     @cached_property
     def run_id(self) -> str:
-        """A name that no other run has, so that a letter that has come to the wrong one is refused."""
+        """A name that no other run has, so that a letter that has come to the wrong one is
+        refused.
+        """
         return f"{self.prefix}/{self.store.get(TOKEN).decode()}"
 
     def values(self) -> Values:
@@ -148,22 +172,32 @@ class World:
         return time.monotonic()
 
     def worked(self, backward: float | None = None) -> None:
-        """This step's computation is done, or so much of its backward. A simulation moves its clock on."""
+        """This step's computation is done, or so much of its backward. A simulation moves its
+        clock on.
+        """
 
     def inside_node(self) -> World:
-        """The ranks of this node as a world of their own, with a store of their own: other nodes may die."""
+        """The ranks of this node as a world of their own, with a store of their own: other nodes
+        may die.
+        """
         mates = self.topology.mates(self.rank)
-        local, name = mates.index(self.rank), f"node/{mates[0]}/port"
+        local = mates.index(self.rank)
+        name = f"node/{mates[0]}/port"
         if len(mates) == 1:
-            return World(0, Topology([[0]]), self.deadline, self.prefix, dist.HashStore(), owned=False)
+            return World(
+                0, Topology([[0]]), self.deadline, self.prefix, dist.HashStore(), owned=False
+            )
         if local == 0:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self.store.set(name, str(store.port))
         else:
             port = int(wait_for(self.connect(), name, deadline=self.deadline, check=self.check))
             store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        world = World(local, Topology([range(len(mates))]), self.deadline, self.prefix, store, owned=False)
-        world.reach, world.names = self.reach and self.reach.within(mates), mates
+        world = World(
+            local, Topology([range(len(mates))]), self.deadline, self.prefix, store, owned=False
+        )
+        world.reach = self.reach and self.reach.within(mates)
+        world.names = mates
         world.start_pulse()
         return world
 
@@ -171,8 +205,12 @@ class World:
         """Begin to beat; the others are known to be here."""
         if self.topology.world > 1:
             self.pulse = Pulse(
-                self.store, self.rank, world=self.topology.world, deadline=self.deadline, names=self.names
-            )  # fmt: skip
+                self.store,
+                self.rank,
+                world=self.topology.world,
+                deadline=self.deadline,
+                names=self.names,
+            )
 
     def close(self) -> None:
         """Give back what was created here."""
@@ -191,17 +229,23 @@ def open_world(topology: Topology | None, *, deadline: float) -> World:
     owned = not dist.is_initialized()
     if owned:
         _initialise(deadline)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     prefix = f"loosestep/{next(_attachments)}"
-    shared = dist.PrefixStore(prefix, connect(dist.distributed_c10d._get_default_store(), timeout=deadline))
+    shared = dist.PrefixStore(
+        prefix, connect(dist.distributed_c10d._get_default_store(), timeout=deadline)
+    )
     if rank == 0:
         shared.set(TOKEN, secrets.token_hex(8))
     if topology is None:
-        # A process that was started by hand and initialised torch itself has no launcher: its host is its node.
+        # A process that was started by hand and initialised torch itself has no launcher: its host
+        # is its node.
         node = launch.node if launch.world == world else socket.gethostname()
         topology = Topology.from_names(_publish(shared, "node", rank, world, node, deadline))
     elif topology.world != world:
-        raise ValueError(f"the topology names {topology.world} ranks, but {world} processes were started")
+        raise ValueError(
+            f"the topology names {topology.world} ranks, but {world} processes were started"
+        )
     return World(rank, topology, deadline, prefix, shared, owned)
 
 
@@ -218,7 +262,9 @@ def _initialise(deadline: float) -> None:
     dist.init_process_group("gloo", rank=launch.rank, world_size=launch.world, timeout=patience)
 
 
-def _publish(store: dist.Store, key: str, rank: int, world: int, text: str, deadline: float) -> list[str]:
+def _publish(
+    store: dist.Store, key: str, rank: int, world: int, text: str, deadline: float
+) -> list[str]:
     """Set `key/rank`, then read everybody's."""
     store.set(f"{key}/{rank}", text)
     keys = [f"{key}/{r}" for r in range(world)]
@@ -227,7 +273,8 @@ def _publish(store: dist.Store, key: str, rank: int, world: int, text: str, dead
     except RuntimeError as error:
         missing = [r for r in range(world) if not store.check([keys[r]])]
         raise TimeoutError(
-            f"rank(s) {', '.join(map(str, missing))} did not call loosestep.attach within {deadline:g} s; every rank must attach the "
-            "same model (raise deadline= if they only start late)"
+            f"rank(s) {', '.join(map(str, missing))} did not call loosestep.attach within "
+            f"{deadline:g} s; every rank must attach the same model (raise deadline= if they only "
+            "start late)"
         ) from error
     return [value.decode() for value in store.multi_get(keys)]

@@ -1,8 +1,8 @@
 """Accelerate: keep `prepare` from wrapping the model, then attach.
 
-model = accelerator.prepare_model(model, evaluation_mode=True)  # placed, not wrapped in DDP over all ranks
-optimizer, loader = accelerator.prepare(optimizer, loader)
-with attach(model, optimizer, "daso") as run:
+model = accelerator.prepare_model(model, evaluation_mode=True)  # placed, not wrapped in DDP over
+all ranks optimizer, loader = accelerator.prepare(optimizer, loader) with attach(model, optimizer,
+"daso") as run:
     ...
 """
 
@@ -21,7 +21,10 @@ from loosestep.strategies import Strategy
 
 
 def attach(
-    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], strategy: Strategy | str, **options: Any
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    strategy: Strategy | str,
+    **options: Any,
 ) -> Run:
     """`loosestep.attach` for optimizers that `Accelerator.prepare` returned."""
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -29,5 +32,7 @@ def attach(
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    inner: Optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    inner: Optimizer = (
+        optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    )
     return inner

@@ -1,7 +1,8 @@
 """Lightning: `Trainer(strategy=LoosestepStrategy("daso:period=4"), devices=..., num_nodes=...)`.
 
-Lightning's own DDP strategy without DDP: it starts the processes and shards the data as always, every process trains its
-own module, and loosestep connects them. Validation and checkpoints see the mean of all replicas.
+Lightning's own DDP strategy without DDP: it starts the processes and shards the data as always,
+every process trains its own module, and loosestep connects them. Validation and checkpoints see the
+mean of all replicas.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from loosestep.topology import Topology
 
 
 class LoosestepStrategy(DDPStrategy):
-    """Takes a loosestep strategy, or its name, and what `DDPStrategy` takes beside the arguments for DDP itself."""
+    """Takes a loosestep strategy, or its name, and what `DDPStrategy` takes beside the arguments
+    for DDP itself.
+    """
 
     def __init__(
         self,
@@ -36,9 +39,13 @@ class LoosestepStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**kwargs)
         if self._ddp_kwargs:
-            raise TypeError(f"there is no DistributedDataParallel here to take {', '.join(self._ddp_kwargs)}")
+            raise TypeError(
+                f"there is no DistributedDataParallel here to take {', '.join(self._ddp_kwargs)}"
+            )
         self.run: Run | None = None
-        self._chosen, self._topology, self._deadline = strategy, topology, deadline
+        self._chosen = strategy
+        self._topology = topology
+        self._deadline = deadline
         self._swapped: AbstractContextManager[nn.Module] | None = None
 
     def configure_ddp(self) -> None:
@@ -51,7 +58,11 @@ class LoosestepStrategy(DDPStrategy):
             assert self.model is not None
             _leave_sigterm_to_each_rank(trainer)
             self.run = attach(
-                self.model, self.optimizers, self._chosen, topology=self._topology, deadline=self._deadline
+                self.model,
+                self.optimizers,
+                self._chosen,
+                topology=self._topology,
+                deadline=self._deadline,
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -106,8 +117,10 @@ class LoosestepStrategy(DDPStrategy):
 
 
 def _leave_sigterm_to_each_rank(trainer: Trainer) -> None:
-    """Who gets SIGTERM ends after its batch and its peers learn so from loosestep. Newer releases of Lightning instead
-    broadcast before every batch, from rank 0 to all, whether it got one: no rank would be ahead of another."""
+    """Who gets SIGTERM ends after its batch and its peers learn so from loosestep. Newer releases
+    of Lightning instead broadcast before every batch, from rank 0 to all, whether it got one: no
+    rank would be ahead of another.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
     connector: Any = trainer._signal_connector
     if hasattr(loop, "_broadcast_sigterm_tensor"):
@@ -121,7 +134,8 @@ def _ask_nobody() -> None:
 
 def _note_sigterm(trainer: Trainer, number: int, frame: object) -> None:
     """What Lightning's own handler does, without its broadcast."""
-    connector, launcher = trainer._signal_connector, trainer.strategy.launcher
+    connector = trainer._signal_connector
+    launcher = trainer.strategy.launcher
     if not connector.received_sigterm and launcher is not None:
         launcher.kill(number)
     connector.received_sigterm = True

@@ -1,4 +1,6 @@
-"""An emulated cluster on one machine: network namespaces, links with limited bandwidth, slow ranks, faults."""
+"""An emulated cluster on one machine: network namespaces, links with limited bandwidth, slow
+ranks, faults.
+"""
 
 from loosestep.lab.emulation import Lab, LabError
 from loosestep.lab.grammar import Fault, Kill, Partition, Stop

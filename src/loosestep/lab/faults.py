@@ -12,7 +12,9 @@ from loosestep.lab.grammar import Fault, Kill, Partition, Stop
 from loosestep.launch import Job
 
 CYCLE = 0.02
-"""Seconds of one turn of a slowed rank: short against heartbeats and steps, long against a context switch."""
+"""Seconds of one turn of a slowed rank: short against heartbeats and steps, long against a
+context switch.
+"""
 
 
 class Cuttable(Protocol):
@@ -27,9 +29,13 @@ Announce = Callable[[str], None]
 
 
 class Schedule:
-    """Carries the faults out at their times and says so; ends with the job, and leaves no cut of its own behind."""
+    """Carries the faults out at their times and says so; ends with the job, and leaves no cut of
+    its own behind.
+    """
 
-    def __init__(self, faults: Collection[Fault], job: Job, network: Cuttable, *, announce: Announce | None) -> None:
+    def __init__(
+        self, faults: Collection[Fault], job: Job, network: Cuttable, *, announce: Announce | None
+    ) -> None:
         self._job = job
         self._network = network
         self._announce = announce
@@ -45,7 +51,13 @@ class Schedule:
 
     def _events_of(self, fault: Fault) -> list[tuple[float, str, Callable[[], None]]]:
         if isinstance(fault, Kill):
-            return [(fault.at, f"rank {fault.rank} killed", lambda: self._job.ranks[fault.rank].kill(signal.SIGKILL))]
+            return [
+                (
+                    fault.at,
+                    f"rank {fault.rank} killed",
+                    lambda: self._job.ranks[fault.rank].kill(signal.SIGKILL),
+                )
+            ]
         if isinstance(fault, Stop):
             rank = self._job.ranks[fault.rank]
             return [
@@ -84,8 +96,9 @@ class Schedule:
 
 
 class Slowdown:
-    """Lets a rank run for 1/factor of the time: it is stopped for as long as what it ran calls for, which on busy cores is
-    more than it was meant to."""
+    """Lets a rank run for 1/factor of the time: it is stopped for as long as what it ran calls for,
+    which on busy cores is more than it was meant to.
+    """
 
     def __init__(self, job: Job, rank: int, factor: float) -> None:
         self._job = job

@@ -1,8 +1,10 @@
-"""What a killed lab may leave: processes that left their rank behind, and the networks that these keep alive.
+"""What a killed lab may leave: processes that left their rank behind, and the networks that these
+keep alive.
 
-Namespaces and interfaces vanish with the last process that uses them, and ranks die with their lab; only a process
-that a rank sent off on its own can stay. Every process of a lab carries the lab's mark in its environment: the owner's
-pid and start time, and the namespace in which that pid is one: from outside of a container its pids mean nothing.
+Namespaces and interfaces vanish with the last process that uses them, and ranks die with their lab;
+only a process that a rank sent off on its own can stay. Every process of a lab carries the lab's
+mark in its environment: the owner's pid and start time, and the namespace in which that pid is one:
+from outside of a container its pids mean nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ class Leftover:
 
 
 def new_mark() -> str:
-    """Identifies the lab of this process: pid, the time it started since pids are reused, and whose pids these are."""
+    """Identifies the lab of this process: pid, the time it started since pids are reused, and
+    whose pids these are.
+    """
     return f"{os.getpid()}.{_start_time(os.getpid())}.{_pid_namespace()}"
 
 
 def find() -> list[Leftover]:
-    """The processes whose lab is gone; those of a lab in a container can be judged in there only."""
+    """The processes whose lab is gone; those of a lab in a container can be judged in there
+    only.
+    """
     found = []
     ours = re.compile(rf"{MARK}=(\d+)\.(\d+)\.{_pid_namespace()}".encode())
     for folder in Path("/proc").glob("[0-9]*"):
@@ -41,9 +47,16 @@ def find() -> list[Leftover]:
             mark = next(filter(None, map(ours.fullmatch, variables)), None)
             if mark is None:
                 continue
-            owner, started = int(mark[1]), mark[2].decode()
+            owner = int(mark[1])
+            started = mark[2].decode()
             if _start_time(owner) != started:
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                command = (
+                    (folder / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
                 found.append(Leftover(int(folder.name), owner, command))
     return [leftover for leftover in found if leftover.pid != os.getpid()]
 

@@ -1,4 +1,6 @@
-"""Who has come to the rendezvous: a rank has, when it or a process that it started holds a connection to the store."""
+"""Who has come to the rendezvous: a rank has, when it or a process that it started holds a
+connection to the store.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,13 @@ ESTABLISHED = "01"
 
 
 def has_met(pid: int, port: int) -> bool:
-    """Whether the session of process `pid` holds a connection to that port, on whatever address of its network."""
+    """Whether the session of process `pid` holds a connection to that port, on whatever address
+    of its network.
+    """
     wanted = _connections(pid, port)
-    return bool(wanted) and any(not wanted.isdisjoint(_open_files(folder)) for folder in _session(pid))
+    return bool(wanted) and any(
+        not wanted.isdisjoint(_open_files(folder)) for folder in _session(pid)
+    )
 
 
 def _connections(pid: int, port: int) -> set[str]:

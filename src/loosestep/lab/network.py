@@ -4,9 +4,10 @@
     node 1: eth0 ─── p1 ┼ bridge      (the switch has a namespace of its own)
     node 2: eth0 ─── p2 ┘
 
-A token bucket on eth0 limits what a node sends, one on its port what it receives. The namespaces have no name in the
-file system: they live as long as we hold them open or a process runs in them, so the kernel removes all of it when we
-are gone, however we went. Nothing leads out of the lab, so its addresses cannot collide with any in use on the machine.
+A token bucket on eth0 limits what a node sends, one on its port what it receives. The namespaces
+have no name in the file system: they live as long as we hold them open or a process runs in them,
+so the kernel removes all of it when we are gone, however we went. Nothing leads out of the lab, so
+its addresses cannot collide with any in use on the machine.
 """
 
 from __future__ import annotations
@@ -38,13 +39,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Network:
-    """The namespaces of a lab. `rate` in bits per second, None for no limit; `pairs` limits single pairs of nodes.
+    """The namespaces of a lab. `rate` in bits per second, None for no limit; `pairs` limits single
+    pairs of nodes.
 
     With `wired`, every frame passes through a `Wire` that can delay, lose and damage it.
     """
 
     def __init__(
-        self, nodes: int, *, rate: int | None, pairs: Mapping[tuple[int, int], int], wired: bool, mark: str
+        self,
+        nodes: int,
+        *,
+        rate: int | None,
+        pairs: Mapping[tuple[int, int], int],
+        wired: bool,
+        mark: str,
     ) -> None:
         if not 1 <= nodes <= MOST_NODES:
             raise ValueError(f"a lab has 1 to {MOST_NODES} nodes, got {nodes}")
@@ -62,7 +70,10 @@ class Network:
             mtu = _packet_size(rate) if wired else 1500
             if wired:
                 taps = [
-                    (_inside(node, open_tap, INTERFACE), _inside(self._switch, open_tap, f"p{number}"))
+                    (
+                        _inside(node, open_tap, INTERFACE),
+                        _inside(self._switch, open_tap, f"p{number}"),
+                    )
                     for number, node in enumerate(self._nodes)
                 ]
                 self.wire = Wire(taps, mark=mark)
@@ -89,12 +100,19 @@ class Network:
         return f"10.83.0.{node + 1}"
 
     def hosts(self) -> str:
-        """The names of the nodes, as lines for /etc/hosts; also in the form in which torch's sockets see IPv4."""
-        named = [("127.0.0.1", "localhost"), *((self.address(node), f"node{node}") for node in range(len(self)))]
+        """The names of the nodes, as lines for /etc/hosts; also in the form in which torch's
+        sockets see IPv4.
+        """
+        named = [
+            ("127.0.0.1", "localhost"),
+            *((self.address(node), f"node{node}") for node in range(len(self))),
+        ]
         return "".join(f"{address} {name}\n::ffff:{address} {name}\n" for address, name in named)
 
     def inside(self, node: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in the node's network (in a thread of its own: a namespace belongs to a thread)."""
+        """Call a function in the node's network (in a thread of its own: a namespace belongs to
+        a thread).
+        """
         return _inside(self._nodes[node], function, *arguments)
 
     def listen(self, node: int) -> socket.socket:
@@ -114,10 +132,12 @@ class Network:
         self._earlier[node] = before[0] - sent, before[1] - received
 
     def drop(self, source: int, target: int) -> None:
-        """From now on nothing that `source` sends reaches `target`; the other direction is not touched.
+        """From now on nothing that `source` sends reaches `target`; the other direction is not
+        touched.
 
-        The source is made to believe that the target has the switch's own address: the switch takes the frames and, as
-        no router, throws them away. So what is dropped is lost in the network, silently.
+        The source is made to believe that the target has the switch's own address: the switch takes
+        the frames and, as no router, throws them away. So what is dropped is lost in the network,
+        silently.
         """
         with self._drops_lock:
             self._drops[source, target] += 1
@@ -140,7 +160,8 @@ class Network:
         return [self._total(node) for node in range(len(self))]
 
     def _total(self, node: int) -> tuple[int, int]:
-        earlier, counted = self._earlier[node], self._counted(node)
+        earlier = self._earlier[node]
+        counted = self._counted(node)
         return earlier[0] + counted[0], earlier[1] + counted[1]
 
     def _counted(self, node: int) -> tuple[int, int]:
@@ -149,13 +170,17 @@ class Network:
         return sent, _inside(self._switch, sent_through, f"p{node}")
 
     def pairs(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """Of the pairs with a limit of their own: (rate, bytes there, bytes back) since the last change of the limits."""
+        """Of the pairs with a limit of their own: (rate, bytes there, bytes back) since the last
+        change of the limits.
+        """
         sent = [_inside(node, _class_counters) for node in self._nodes]
 
         def between(source: int, target: int) -> int:
             return sent[source][list(self._pair_rates(source)).index(self.address(target))]
 
-        return {(a, b): (rate, between(a, b), between(b, a)) for (a, b), rate in self._pairs.items()}
+        return {
+            (a, b): (rate, between(a, b), between(b, a)) for (a, b), rate in self._pairs.items()
+        }
 
     def _open_namespace(self) -> int:
         handle = _in_thread(_new_namespace)
@@ -189,7 +214,9 @@ class Network:
     def _pair_rates(self, node: int) -> dict[str, int]:
         """The limits towards single nodes, by address."""
         rates = {pair: rate for (a, b), rate in self._pairs.items() for pair in ((a, b), (b, a))}
-        return {self.address(target): rate for (source, target), rate in rates.items() if source == node}
+        return {
+            self.address(target): rate for (source, target), rate in rates.items() if source == node
+        }
 
     def _mend(self) -> None:
         for source, target in [pair for pair, count in self._drops.items() if count <= 0]:
@@ -200,7 +227,13 @@ class Network:
         def change() -> None:
             with _netlink() as netlink:
                 cable = netlink.link_lookup(ifname=INTERFACE)[0]
-                netlink.neigh("replace", dst=self.address(target), lladdr=mac, ifindex=cable, state=NUD_PERMANENT)
+                netlink.neigh(
+                    "replace",
+                    dst=self.address(target),
+                    lladdr=mac,
+                    ifindex=cable,
+                    state=NUD_PERMANENT,
+                )
 
         self.inside(source, change)
 
@@ -213,14 +246,20 @@ def _mac(node: int) -> str:
 
 
 def _packet_size(rate: int | None) -> int:
-    """About a millisecond's worth: the wire's cost is per packet, whatever its size. Ethernet's 1500 at the least."""
+    """About a millisecond's worth: the wire's cost is per packet, whatever its size. Ethernet's
+    1500 at the least.
+    """
     return 60_000 if rate is None else min(60_000, max(1500, rate // 8 // 1000))
 
 
 def _shape(netlink: Any, index: int, rate: int | None, pairs: Mapping[str, int]) -> None:
-    """A token bucket for the interface, and below it one for each address with a rate of its own."""
+    """A token bucket for the interface, and below it one for each address with a rate of its
+    own.
+    """
     if rate is not None:
-        netlink.tc("add", "tbf", index, ROOT_HANDLE, rate=rate / 8, burst=_burst(rate), limit=_queue(rate))
+        netlink.tc(
+            "add", "tbf", index, ROOT_HANDLE, rate=rate / 8, burst=_burst(rate), limit=_queue(rate)
+        )
     if pairs:
         parent = {} if rate is None else {"parent": ROOT_HANDLE + 1}
         netlink.tc("add", "htb", index, PAIRS_HANDLE, **parent)
@@ -230,19 +269,26 @@ def _shape(netlink: Any, index: int, rate: int | None, pairs: Mapping[str, int])
         netlink.tc("add-class", "htb", index, PAIRS_HANDLE + number, parent=PAIRS_HANDLE, **bucket)
         destination = f"0x{socket.inet_aton(address).hex()}/0xffffffff+16"
         target = {"target": PAIRS_HANDLE + number, "keys": [destination]}
-        netlink.tc("add-filter", "u32", index, parent=PAIRS_HANDLE, prio=1, protocol=ETHERNET_IP, **target)
+        netlink.tc(
+            "add-filter", "u32", index, parent=PAIRS_HANDLE, prio=1, protocol=ETHERNET_IP, **target
+        )
 
 
 def _reshape(interface: str, rate: int | None, pairs: Mapping[str, int]) -> None:
     with _netlink() as netlink:
         index = netlink.link_lookup(ifname=interface)[0]
-        if any(qdisc["handle"] in (ROOT_HANDLE, PAIRS_HANDLE) for qdisc in netlink.get_qdiscs(index=index)):
+        if any(
+            qdisc["handle"] in (ROOT_HANDLE, PAIRS_HANDLE)
+            for qdisc in netlink.get_qdiscs(index=index)
+        ):
             netlink.tc("del", index=index, root=True)
         _shape(netlink, index, rate, pairs)
 
 
 def _burst(rate: int) -> int:
-    """What may leave at once, in bytes: a whole offloaded TCP segment, or two milliseconds' worth."""
+    """What may leave at once, in bytes: a whole offloaded TCP segment, or two milliseconds'
+    worth.
+    """
     return max(1 << 16, rate // 8 // 500)
 
 
@@ -252,8 +298,10 @@ def _queue(rate: int) -> int:
 
 
 def sent_through(interface: str) -> int:
-    """Bytes that left through an interface of this network. Its token bucket counts the headers of every packet; the
-    interface's own counter, for where there is no limit, counts one for many packets that the kernel hands on together."""
+    """Bytes that left through an interface of this network. Its token bucket counts the headers of
+    every packet; the interface's own counter, for where there is no limit, counts one for many
+    packets that the kernel hands on together.
+    """
     with _netlink() as netlink:
         link = netlink.get_links(ifname=interface)[0]
         for qdisc in netlink.get_qdiscs(index=link["index"]):
@@ -266,7 +314,10 @@ def _class_counters() -> list[int]:
     """What the buckets of single pairs let pass, in the order in which they were made."""
     with _netlink() as netlink:
         index = netlink.link_lookup(ifname=INTERFACE)[0]
-        classes = {found["handle"]: found.get_attr("TCA_STATS")["bytes"] for found in netlink.get_classes(index=index)}
+        classes = {
+            found["handle"]: found.get_attr("TCA_STATS")["bytes"]
+            for found in netlink.get_classes(index=index)
+        }
     return [int(count) for handle, count in sorted(classes.items()) if handle > PAIRS_HANDLE]
 
 
@@ -280,7 +331,9 @@ def _netlink() -> Iterator[Any]:
 
 
 def _disable_ipv6() -> None:
-    """Its neighbour discovery is traffic that nobody asked for; where /proc/sys may not be written, that much is left."""
+    """Its neighbour discovery is traffic that nobody asked for; where /proc/sys may not be
+    written, that much is left.
+    """
     with suppress(OSError):
         Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
 

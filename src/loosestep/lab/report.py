@@ -10,7 +10,9 @@ from loosestep.launch import Result, describe
 
 
 def closing_table(lab: Lab, result: Result) -> RenderableType:
-    """Bytes and use of each node's cable and of each pair with a limit, each way; CPU time and end of each rank."""
+    """Bytes and use of each node's cable and of each pair with a limit, each way; CPU time and
+    end of each rank.
+    """
     tables = [] if lab.network is None else [_links(lab, result.seconds)]
     return Group(*tables, _ranks(lab, result))
 
@@ -28,12 +30,21 @@ def _links(lab: Lab, seconds: float) -> Table:
 
 
 def _cells(rate: int | None, sent: int, received: int, seconds: float) -> list[str]:
-    uses = ["-" if rate is None else f"{8 * count / rate / seconds:.1%}" for count in (sent, received)]
-    return ["no limit" if rate is None else f"{rate / 1e6:g}", f"{sent / 1e6:.2f}", f"{received / 1e6:.2f}", *uses]
+    uses = [
+        "-" if rate is None else f"{8 * count / rate / seconds:.1%}" for count in (sent, received)
+    ]
+    return [
+        "no limit" if rate is None else f"{rate / 1e6:g}",
+        f"{sent / 1e6:.2f}",
+        f"{received / 1e6:.2f}",
+        *uses,
+    ]
 
 
 def _ranks(lab: Lab, result: Result) -> Table:
-    table = Table(title="ranks" if lab.launcher == "loosestep" else "agents of torchrun", title_justify="left")
+    table = Table(
+        title="ranks" if lab.launcher == "loosestep" else "agents of torchrun", title_justify="left"
+    )
     for name in ("", "CPU s", "of one core", "end"):
         table.add_column(name, justify="right")
     assert lab.job is not None
@@ -42,5 +53,7 @@ def _ranks(lab: Lab, result: Result) -> Table:
         end = "ok" if code == 0 else f"[red]{describe(code)}[/]"
         note = lab.slow.get(rank.number)
         label = rank.place.label if note is None else f"{rank.place.label} ({note:g}x slower)"
-        table.add_row(label, f"{rank.cpu_seconds:.2f}", f"{rank.cpu_seconds / result.seconds:.0%}", end)
+        table.add_row(
+            label, f"{rank.cpu_seconds:.2f}", f"{rank.cpu_seconds / result.seconds:.0%}", end
+        )
     return table

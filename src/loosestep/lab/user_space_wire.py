@@ -1,7 +1,8 @@
-"""A wire in user space: frames go from one TAP interface to the other, late, lost or damaged as told.
+"""A wire in user space: frames go from one TAP interface to the other, late, lost or damaged as
+told.
 
-For what the kernel may not offer (many have no netem, or no nftables). The lab holds a `Wire`; the forwarding is done
-by this same file run as a program, which needs nothing but the standard library.
+For what the kernel may not offer (many have no netem, or no nftables). The lab holds a `Wire`; the
+forwarding is done by this same file run as a program, which needs nothing but the standard library.
 """
 
 import collections
@@ -22,18 +23,24 @@ LARGEST_FRAME = 1 << 16
 MOST_WAITING = 64 << 20
 """Bytes in flight; beyond it frames are lost, as in a router with a full queue."""
 
-ETHERNET, IPV4, TCP = 14, b"\x08\x00", 6
+ETHERNET = 14
+IPV4 = b"\x08\x00"
+TCP = 6
 
 
 def open_tap(name: str) -> int:
-    """A TAP interface in the network of the calling thread; it exists while the descriptor is open."""
+    """A TAP interface in the network of the calling thread; it exists while the descriptor is
+    open.
+    """
     handle = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.ioctl(handle, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
     return handle
 
 
 class Wire:
-    """The forwarding process of a lab, and what it is told: `delay` in seconds, `loss` and `flip` as probabilities."""
+    """The forwarding process of a lab, and what it is told: `delay` in seconds, `loss` and
+    `flip` as probabilities.
+    """
 
     def __init__(self, taps: list[tuple[int, int]], *, mark: str) -> None:
         self._settings = {"delay": 0.0, "loss": 0.0, "flip": 0.0}
@@ -62,7 +69,9 @@ class Wire:
 
 
 def forward(taps: list[tuple[int, int]]) -> None:
-    """Node to switch: with delay, loss and damage. Switch to node: straight on. Until standard input ends."""
+    """Node to switch: with delay, loss and damage. Switch to node: straight on. Until standard
+    input ends.
+    """
     onward = dict(taps)
     back = {far: near for near, far in taps}
     orders = sys.stdin.fileno()
@@ -104,15 +113,17 @@ def _frames(handle: int, most: int = 16) -> list[bytes]:
 
 
 def _put(handle: int, frame: bytes) -> None:
-    with contextlib.suppress(OSError):  # an interface that is down or full loses the frame, as on any wire
+    # an interface that is down or full loses the frame, as on any wire
+    with contextlib.suppress(OSError):
         os.write(handle, frame)
 
 
 def flip_byte(frame: bytes) -> bytes:
-    """One byte of the data of a TCP segment inverted, and the checksum made right again, so that TCP delivers it.
+    """One byte of the data of a TCP segment inverted, and the checksum made right again, so that
+    TCP delivers it.
 
-    The checksum is the ones' complement of the ones' complement sum of 16-bit words: c' = ~(~c + ~w + w') for a word
-    w that becomes w'. Frames that carry no data are left as they are.
+    The checksum is the ones' complement of the ones' complement sum of 16-bit words: c' = ~(~c + ~w
+    + w') for a word w that becomes w'. Frames that carry no data are left as they are.
     """
     if frame[12:14] != IPV4 or frame[ETHERNET + 9] != TCP:
         return frame

@@ -1,4 +1,6 @@
-"""Processes on this machine: one per rank, with torchrun's variables, and no killing of siblings when one dies."""
+"""Processes on this machine: one per rank, with torchrun's variables, and no killing of siblings
+when one dies.
+"""
 
 from loosestep.launch.launcher import (
     MOST_RANKS,

@@ -1,8 +1,8 @@
 """Become a rank: die with the launcher, enter the node's network, then turn into the command.
 
-Run as `python -I -S become_rank.py PARENT NAMESPACE HOSTS COMMAND...` (a path, lines for /etc/hosts; "-" for none). A
-program of its own because none of this may run between fork and exec of a process with threads, as every one with torch
-is.
+Run as `python -I -S become_rank.py PARENT NAMESPACE HOSTS COMMAND...` (a path, lines for
+/etc/hosts; "-" for none). A program of its own because none of this may run between fork and exec
+of a process with threads, as every one with torch is.
 """
 
 import ctypes
@@ -13,18 +13,25 @@ import sys
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 CLONE_NEWNS = 0x00020000
-MS_BIND, MS_REC, MS_SLAVE, MNT_DETACH = 0x1000, 0x4000, 0x80000, 2
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_SLAVE = 0x80000
+MNT_DETACH = 2
 
 
 def add_hosts(lines: str) -> None:
-    """An /etc/hosts for this thread, kept in no file: names for the nodes, or torch warns about every connection.
+    """An /etc/hosts for this thread, kept in no file: names for the nodes, or torch warns about
+    every connection.
 
     Where mounting is not allowed, the nodes have no names and that is all.
     """
     libc = ctypes.CDLL(None)
     with open("/etc/hosts") as hosts:
         text = hosts.read()
-    if libc.unshare(CLONE_NEWNS) != 0 or libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None) != 0:
+    if (
+        libc.unshare(CLONE_NEWNS) != 0
+        or libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None) != 0
+    ):
         return
     if libc.mount(b"none", b"/mnt", b"tmpfs", 0, None) == 0:
         with open("/mnt/hosts", "w") as own:
@@ -43,7 +50,10 @@ def enter(parent: int, namespace: str, hosts: str) -> None:
     if namespace != "-":
         handle = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
         if libc.setns(handle, CLONE_NEWNET) != 0:
-            sys.exit(f"loosestep: cannot enter the network {namespace}: {os.strerror(ctypes.get_errno())}")
+            sys.exit(
+                f"loosestep: cannot enter the network {namespace}: "
+                f"{os.strerror(ctypes.get_errno())}"
+            )
     if hosts != "-":
         add_hosts(hosts)
     # Python ignores the first two, a shell in the background the third: a rank must hear them all.

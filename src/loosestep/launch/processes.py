@@ -1,4 +1,6 @@
-"""Processes that run side by side: started, listened to, signalled, reaped. What they compute is not our business."""
+"""Processes that run side by side: started, listened to, signalled, reaped. What they compute is
+not our business.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _EXEC = str(Path(__file__).with_name("become_rank.py"))
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how one process runs: its name in the output, its command, what is special in its environment."""
+    """Where and how one process runs: its name in the output, its command, what is special in
+    its environment.
+    """
 
     label: str
     command: Sequence[str]
@@ -52,7 +56,9 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """0 if every rank ended with 0, else the code of the first that did not (128 + n for signal n)."""
+        """0 if every rank ended with 0, else the code of the first that did not (128 + n for
+        signal n).
+        """
         if self.first_failure is None:
             return 0
         code = self.returncodes[self.first_failure]
@@ -70,7 +76,9 @@ def describe(returncode: int) -> str:
 
 
 class Rank:
-    """One process of a job. `returncode` is None while it runs; `output` its last lines, stdout and stderr together."""
+    """One process of a job. `returncode` is None while it runs; `output` its last lines, stdout
+    and stderr together.
+    """
 
     def __init__(self, number: int, place: Place) -> None:
         self.number = number
@@ -113,11 +121,14 @@ class Rank:
 
     def _signal_group(self, number: int) -> None:
         if not self._reaped:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: it has ended, nobody has looked yet
+            # macOS: it has ended, nobody has looked yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code; TimeoutError with the rank's last lines if it still runs after `timeout` seconds."""
+        """The exit code; TimeoutError with the rank's last lines if it still runs after
+        `timeout` seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self.returncode is not None, timeout):
                 raise TimeoutError(f"{self.story()} still runs after {timeout:g} s")
@@ -125,13 +136,17 @@ class Rank:
             return self.returncode
 
     def expect(self, text: str, timeout: float = 60.0) -> str:
-        """The first line that contains `text`, waited for; an error with the rank's last lines if it never comes."""
+        """The first line that contains `text`, waited for; an error with the rank's last lines
+        if it never comes.
+        """
 
         def found() -> str | None:
             return next((line for line in self._lines if text in line), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: found() is not None or self.returncode is not None, timeout)
+            self._changed.wait_for(
+                lambda: found() is not None or self.returncode is not None, timeout
+            )
             line = found()
             if line is None:
                 fate = f"still runs after {timeout:g} s" if self.returncode is None else "has ended"
@@ -142,7 +157,10 @@ class Rank:
         """Who it is, how it ended if it did, and what it said last."""
         fate = "" if self.returncode is None else f", which ended with {describe(self.returncode)}"
         tail = "".join(f"\n  {line}" for line in list(self._lines)[-20:])
-        return f"rank {self.number} [{self.place.label}]{fate}, whose last lines are:{tail or ' (none)'}\n"
+        return (
+            f"rank {self.number} [{self.place.label}]{fate}, whose last lines "
+            f"are:{tail or ' (none)'}\n"
+        )
 
     def _take(self, data: bytes) -> list[str]:
         """Whole lines out of what was read; the rest stays for the next read."""
@@ -153,7 +171,8 @@ class Rank:
         return self._keep(lines)
 
     def _take_rest(self) -> list[str]:
-        rest, self._partial = self._partial, b""
+        rest = self._partial
+        self._partial = b""
         return self._keep([rest] if rest else [])
 
     def _keep(self, lines: list[bytes]) -> list[str]:
@@ -165,17 +184,21 @@ class Rank:
 
 
 class Job:
-    """Processes that were started together. Made by `start` (or the lab); ends with the `with` block at the latest."""
+    """Processes that were started together. Made by `start` (or the lab); ends with the `with`
+    block at the latest.
+    """
 
-    def __init__(self, places: Sequence[Place], *, output: Output | None = None, store: object = None) -> None:
+    def __init__(
+        self, places: Sequence[Place], *, output: Output | None = None, store: object = None
+    ) -> None:
         self.ranks = [Rank(number, place) for number, place in enumerate(places)]
         self._output = output
         self._store = store  # lives as long as the job: ranks look each other up in it
         self._begun = time.monotonic()
         self._started = threading.Event()
         self._result: Future[Result] = Future()
-        # The thread that starts a process is the "parent" whose end kills it (PR_SET_PDEATHSIG), so the one that
-        # lives exactly as long as the ranks has to start them.
+        # The thread that starts a process is the "parent" whose end kills it (PR_SET_PDEATHSIG), so
+        # the one that lives exactly as long as the ranks has to start them.
         self._thread = threading.Thread(target=self._run, name="loosestep-launch", daemon=True)
         self._thread.start()
         self._started.wait()
@@ -187,7 +210,9 @@ class Job:
         return [rank for rank in self.ranks if rank.returncode is None]
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Until every rank has ended. TimeoutError, with the last lines of those that run, after `timeout` seconds."""
+        """Until every rank has ended. TimeoutError, with the last lines of those that run, after
+        `timeout` seconds.
+        """
         try:
             return self._result.result(timeout)
         except FutureTimeoutError:
@@ -203,7 +228,9 @@ class Job:
         return not self._thread.is_alive()
 
     def stop(self, grace: float = 3.0) -> None:
-        """Ask (SIGINT), insist (SIGTERM), kill (SIGKILL), `grace` seconds between; 0 kills at once. Leaves nothing."""
+        """Ask (SIGINT), insist (SIGTERM), kill (SIGKILL), `grace` seconds between; 0 kills at
+        once. Leaves nothing.
+        """
         try:
             if grace > 0:
                 for number in (signal.SIGINT, signal.SIGTERM):
@@ -217,7 +244,10 @@ class Job:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -247,18 +277,33 @@ class Job:
             self._started.set()
 
     def _spawn(self, rank: Rank) -> int:
-        """Start the rank in a session of its own (Ctrl-C reaches it through us only); its output, to be read."""
+        """Start the rank in a session of its own (Ctrl-C reaches it through us only); its
+        output, to be read.
+        """
         place = rank.place
         read, write = os.pipe()
         os.set_blocking(read, False)
-        command = [sys.executable, "-I", "-S", _EXEC, str(os.getpid()), place.namespace, place.hosts]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            _EXEC,
+            str(os.getpid()),
+            place.namespace,
+            place.hosts,
+        ]
         command += place.command
         env = {"PYTHONUNBUFFERED": "1", **os.environ, **place.env}
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, read)
             try:
                 process = subprocess.Popen(
-                    command, env=env, stdin=subprocess.DEVNULL, stdout=write, stderr=write, start_new_session=True
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=write,
+                    stderr=write,
+                    start_new_session=True,
                 )
             finally:
                 os.close(write)
@@ -278,7 +323,8 @@ class Job:
                         handles.append(os.pidfd_open(rank.pid))
                         selector.register(handles[-1], selectors.EVENT_READ)
                 while self.running:
-                    # Where the system cannot tell us of an exit, look for one twenty times a second.
+                    # Where the system cannot tell us of an exit, look for one twenty times a
+                    # second.
                     for key, _ in selector.select(None if handles else 0.05):
                         is_exit = key.data is None
                         if is_exit or not self._read(key.data, key.fd):

@@ -1,4 +1,5 @@
-"""What a recipe is: options, and a function that turns them into a task which any trainer can drive.
+"""What a recipe is: options, and a function that turns them into a task which any trainer can
+drive.
 
 recipe = find_recipe("acoustic")                        # or "vision", or "FILE.py:function"
 task = recipe.build({"preset": "tiny"}, seed=0)
@@ -52,7 +53,9 @@ OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "adamw")
 
 @dataclass(frozen=True)
 class Training:
-    """How a task is best trained by one learner; the learning-rate rules for many are in `schedules`."""
+    """How a task is best trained by one learner; the learning-rate rules for many are in
+    `schedules`.
+    """
 
     optimizer: Optimizer = "sgd"
     lr: float = 0.1
@@ -71,7 +74,9 @@ class Training:
 
     def make_schedule(self, *, total: int, epoch: int, learners: int) -> schedules.Schedule:
         """The schedule, scaled with the learners as the optimizer needs it."""
-        return schedules.schedule(self.schedule, total=total, epoch=epoch, learners=learners, optimizer=self.optimizer)
+        return schedules.schedule(
+            self.schedule, total=total, epoch=epoch, learners=learners, optimizer=self.optimizer
+        )
 
     def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
         """The optimizer; biases, norms and other vectors are not decayed."""
@@ -97,7 +102,9 @@ class Example:
 
 
 class Task(ABC, Generic[BatchT]):
-    """A model, its data and its quality. Everything random in it is a function of the seed and the batch number."""
+    """A model, its data and its quality. Everything random in it is a function of the seed and
+    the batch number.
+    """
 
     name: str
     quality: Quality
@@ -131,19 +138,27 @@ class Task(ABC, Generic[BatchT]):
         return {}
 
     def make_model(self) -> nn.Module:
-        """A new untrained model on the task's device: the same one for the same seed, on every rank."""
+        """A new untrained model on the task's device: the same one for the same seed, on every
+        rank.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(mix(self.seed, "model"))
             return self.build_model().to(self.device)
 
     def loss(self, model: nn.Module, batch: tuple[int, BatchT]) -> Tensor:
-        """The training loss. Dropout is seeded by the batch number, so that a resumed run repeats it exactly."""
+        """The training loss. Dropout is seeded by the batch number, so that a resumed run
+        repeats it exactly.
+        """
         number, content = batch
         torch.manual_seed(mix(self.seed, "dropout", number))
         return self.batch_loss(model, content)
 
-    def stream(self, *, learner: int = 0, learners: int = 1, taken: int = 0) -> Stream[tuple[int, BatchT]]:
-        """One learner's batches, as `loss` takes them; `taken` batches were used by all learners before."""
+    def stream(
+        self, *, learner: int = 0, learners: int = 1, taken: int = 0
+    ) -> Stream[tuple[int, BatchT]]:
+        """One learner's batches, as `loss` takes them; `taken` batches were used by all learners
+        before.
+        """
         return Stream(self._numbered, learner=learner, learners=learners, taken=taken)
 
     def _numbered(self, number: int) -> tuple[int, BatchT]:
@@ -168,7 +183,8 @@ class Recipe(Protocol):
     ) -> Task[Any]: ...
 
 
-# ---------------------------------------------------------------------------------------------------------- options
+# --------------------------------------------------------------------------------------------------
+# options
 
 
 @dataclass(frozen=True)
@@ -199,9 +215,13 @@ def list_options(cls: type) -> list[Option]:
 
 
 def parse_options(
-    cls: type[OptionsT], given: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]] | None = None
+    cls: type[OptionsT],
+    given: Mapping[str, Any],
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> OptionsT:
-    """An options object from `--set` strings or TOML values; `preset` first, then what is given explicitly."""
+    """An options object from `--set` strings or TOML values; `preset` first, then what is given
+    explicitly.
+    """
     presets = presets or {}
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     types = get_type_hints(cls)

@@ -21,9 +21,11 @@ def cache_folder() -> Path:
 
 
 def cached(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is kept at `path`, or else what `make` gives, kept from now on. Something damaged is made again.
+    """What is kept at `path`, or else what `make` gives, kept from now on. Something damaged is
+    made again.
 
-    It is read back even when it was just made: of several processes that made it at once, all get the first one's.
+    It is read back even when it was just made: of several processes that made it at once, all get
+    the first one's.
     """
     if path.is_dir():
         try:
@@ -34,5 +36,7 @@ def cached(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         storage.write(path, made)
     except storage.CheckpointError as problem:
-        raise RecipeError(f"the cache cannot be written: {problem}; LOOSESTEP_CACHE names another folder") from problem
+        raise RecipeError(
+            f"the cache cannot be written: {problem}; LOOSESTEP_CACHE names another folder"
+        ) from problem
     return storage.read(path)

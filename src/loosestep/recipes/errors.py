@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class RecipeError(ValueError):
-    """An option, a file or its content is not usable; the message says which, what was expected and what to do."""
+    """An option, a file or its content is not usable; the message says which, what was expected
+    and what to do.
+    """
 
 
 def require(condition: bool, message: str) -> None:

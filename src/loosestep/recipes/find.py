@@ -30,7 +30,9 @@ def find_recipe(name: str) -> Recipe:
 
 
 class OwnRecipe:
-    """A function in the user's file, called as  function(options, data=, seed=, device=, progress=) -> Task."""
+    """A function in the user's file, called as  function(options, data=, seed=, device=,
+    progress=) -> Task.
+    """
 
     def __init__(self, file: Path, function: str) -> None:
         self.name = f"{file.stem}:{function}"
@@ -49,9 +51,13 @@ class OwnRecipe:
         device: torch.device | str = "cpu",
         progress: Progress = no_progress,
     ) -> Task[Any]:
-        task = self._function(dict(options), data=data, seed=seed, device=torch.device(device), progress=progress)
+        task = self._function(
+            dict(options), data=data, seed=seed, device=torch.device(device), progress=progress
+        )
         if not isinstance(task, Task):
-            raise RecipeError(f"{self.name} must return a loosestep.recipes.Task, got {type(task).__name__}")
+            raise RecipeError(
+                f"{self.name} must return a loosestep.recipes.Task, got {type(task).__name__}"
+            )
         return task
 
 
@@ -62,7 +68,8 @@ def _load(file: Path, function: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         raise RecipeError(f"recipe file {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # dataclasses and multiprocessing look modules up by name
+    # dataclasses and multiprocessing look modules up by name
+    sys.modules.setdefault(file.stem, module)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as problem:

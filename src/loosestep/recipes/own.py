@@ -31,7 +31,9 @@ class SizedDataset(Protocol):
 
 
 class DatasetTask(Task[Any]):
-    """`loss(model, batch)` and `evaluate(model)` are the script's own; batches are collated as a DataLoader would."""
+    """`loss(model, batch)` and `evaluate(model)` are the script's own; batches are collated as a
+    DataLoader would.
+    """
 
     def __init__(
         self,
@@ -53,13 +55,18 @@ class DatasetTask(Task[Any]):
         self.seed = seed
         self.device = torch.device(device)
         self.order = Order(len(dataset), batch=batch, seed=seed)
-        self._make_model, self._dataset, self._loss, self._evaluate = make_model, dataset, loss, evaluate
+        self._make_model = make_model
+        self._dataset = dataset
+        self._loss = loss
+        self._evaluate = evaluate
 
     def build_model(self) -> nn.Module:
         return self._make_model()
 
     def load(self, number: int) -> Any:
-        batch = torch.utils.data.default_collate([self._dataset[int(i)] for i in self.order[number]])
+        batch = torch.utils.data.default_collate(
+            [self._dataset[int(i)] for i in self.order[number]]
+        )
         return _moved(batch, self.device)
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """Learning-rate rules as functions of the global gradient count.
 
-A gradient is one minibatch of one learner; the count g runs over all learners. Schedules on g, not on local steps,
-make strategies and numbers of learners comparable at the same budget, and stay right when learners differ in speed.
-Every schedule gives a factor on the base learning rate:
+A gradient is one minibatch of one learner; the count g runs over all learners. Schedules on g, not
+on local steps, make strategies and numbers of learners comparable at the same budget, and stay
+right when learners differ in speed. Every schedule gives a factor on the base learning rate:
 
     lr(g) = base * factor(g)
 """
@@ -17,7 +17,9 @@ import torch
 
 
 class Schedule(Protocol):
-    """A factor on the learning rate. Those that look at the loss keep a state; for the others both are empty."""
+    """A factor on the learning rate. Those that look at the loss keep a state; for the others
+    both are empty.
+    """
 
     def factor(self, gradients: int) -> float: ...
 
@@ -28,7 +30,9 @@ class Schedule(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def apply(schedule: Schedule, optimizer: torch.optim.Optimizer, *, lr: float, gradients: int) -> float:
+def apply(
+    schedule: Schedule, optimizer: torch.optim.Optimizer, *, lr: float, gradients: int
+) -> float:
     """Set the learning rate of every parameter group to base times factor, and return it."""
     now = lr * schedule.factor(gradients)
     for group in optimizer.param_groups:
@@ -36,33 +40,42 @@ def apply(schedule: Schedule, optimizer: torch.optim.Optimizer, *, lr: float, gr
     return now
 
 
-# ----------------------------------------------------------------------------------------------- rules for learners
+# -----------------------------------------------------------------------------------------------
+# rules for learners
 
 
 def linear_scale(learners: int) -> float:
-    """Goyal et al.: n learners make a batch n times as large, so the learning rate is n times as large. For SGD."""
+    """Goyal et al.: n learners make a batch n times as large, so the learning rate is n times as
+    large. For SGD.
+    """
     return float(_at_least_one("learners", learners))
 
 
 def sqrt_scale(learners: int) -> float:
-    """sqrt(n): the noise of the averaged gradient falls with it. For Adam, whose steps do not grow with gradients."""
+    """sqrt(n): the noise of the averaged gradient falls with it. For Adam, whose steps do not
+    grow with gradients.
+    """
     return math.sqrt(_at_least_one("learners", learners))
 
 
 def local_scale(optimizer: torch.optim.Optimizer | str, learners: int) -> float:
-    """What a strategy whose optimizers step on *local* gradients needs on top of the synchronous learning rate.
+    """What a strategy whose optimizers step on *local* gradients needs on top of the synchronous
+    learning rate.
 
-    SGD's updates are linear in the gradient: the mean of the replicas moves exactly as with the averaged gradient,
-    factor 1. Adam normalises each learner's own noisy gradient, so the mean moves less: by sqrt(n) where noise is all.
-    A rule to begin with, not an optimum. On AN4 with 4 learners (benchmarks/ACOUSTIC.md) the best of the rates tried
-    were 1.0 (DASO), 1.25 (AD-PSGD) and 1.5 (delay-by-one) times the synchronous .004; at the rule's .008 delay-by-one
-    and AD-PSGD were worse. So search, or lower it.
+    SGD's updates are linear in the gradient: the mean of the replicas moves exactly as with the
+    averaged gradient, factor 1. Adam normalises each learner's own noisy gradient, so the mean
+    moves less: by sqrt(n) where noise is all. A rule to begin with, not an optimum. On AN4 with 4
+    learners (benchmarks/ACOUSTIC.md) the best of the rates tried were 1.0 (DASO), 1.25 (AD-PSGD)
+    and 1.5 (delay-by-one) times the synchronous .004; at the rule's .008 delay-by-one and AD-PSGD
+    were worse. So search, or lower it.
     """
     return sqrt_scale(learners) if _is_adam(optimizer) else 1.0
 
 
 def batch_scale(optimizer: torch.optim.Optimizer | str, learners: int) -> float:
-    """What the larger batch of n learners needs on top of one learner's rate: n for SGD, sqrt(n) for Adam."""
+    """What the larger batch of n learners needs on top of one learner's rate: n for SGD, sqrt(n)
+    for Adam.
+    """
     return sqrt_scale(learners) if _is_adam(optimizer) else linear_scale(learners)
 
 
@@ -71,7 +84,8 @@ def _is_adam(optimizer: torch.optim.Optimizer | str) -> bool:
     return "adam" in name.lower()
 
 
-# -------------------------------------------------------------------------------------------------------- schedules
+# --------------------------------------------------------------------------------------------------
+# schedules
 
 
 class _Stateless:
@@ -95,7 +109,9 @@ class Constant(_Stateless):
 
 @dataclass(frozen=True)
 class WarmUp(_Stateless):
-    """From 1 to `scale` over `gradients`, linearly, then `scale`:  1 + (scale - 1) * min(1, g / gradients)"""
+    """From 1 to `scale` over `gradients`, linearly, then `scale`:  1 + (scale - 1) * min(1, g /
+    gradients)
+    """
 
     scale: float
     gradients: int
@@ -112,7 +128,9 @@ class WarmUp(_Stateless):
 
 @dataclass(frozen=True)
 class OneCycle(_Stateless):
-    """Cosine from 1/start up to 1 at `peak` of the budget, then cosine down to 1/end, where it stays."""
+    """Cosine from 1/start up to 1 at `peak` of the budget, then cosine down to 1/end, where it
+    stays.
+    """
 
     total: int
     peak: float = 0.3
@@ -134,12 +152,21 @@ class OneCycle(_Stateless):
 
 
 class Plateau:
-    """`cut` the rate after `patience` observations that do not improve the best loss by more than `threshold` of it.
+    """`cut` the rate after `patience` observations that do not improve the best loss by more than
+    `threshold` of it.
 
-    The defaults are the DASO authors' (observe once an epoch). Not a function of g alone: its state is saved.
+    The defaults are the DASO authors' (observe once an epoch). Not a function of g alone: its state
+    is saved.
     """
 
-    def __init__(self, *, cut: float = 0.5, patience: int = 5, threshold: float = 0.05, smallest: float = 1e-4) -> None:
+    def __init__(
+        self,
+        *,
+        cut: float = 0.5,
+        patience: int = 5,
+        threshold: float = 0.05,
+        smallest: float = 1e-4,
+    ) -> None:
         if not 0.0 < cut < 1.0:
             raise ValueError(f"cut must be between 0 and 1, got {cut}")
         self.cut = cut
@@ -154,18 +181,26 @@ class Plateau:
         return self._factor
 
     def observe(self, loss: float) -> None:
-        if loss < self._best - self.threshold * abs(self._best) if math.isfinite(self._best) else math.isfinite(loss):
-            self._best, self._bad = loss, 0
+        if (
+            loss < self._best - self.threshold * abs(self._best)
+            if math.isfinite(self._best)
+            else math.isfinite(loss)
+        ):
+            self._best = loss
+            self._bad = 0
             return
         self._bad += 1
         if self._bad > self.patience:
-            self._factor, self._bad = max(self._factor * self.cut, self.smallest), 0
+            self._factor = max(self._factor * self.cut, self.smallest)
+            self._bad = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"factor": self._factor, "best": self._best, "bad": self._bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._factor, self._best, self._bad = float(state["factor"]), float(state["best"]), int(state["bad"])
+        self._factor = float(state["factor"])
+        self._best = float(state["best"])
+        self._bad = int(state["bad"])
 
 
 class Product:
@@ -194,12 +229,19 @@ NAMES: tuple[Name, ...] = ("constant", "warm-up", "one-cycle", "plateau")
 
 
 def schedule(
-    name: str, *, total: int, epoch: int, learners: int = 1, warm_up: float = 5.0, optimizer: str = "sgd"
+    name: str,
+    *,
+    total: int,
+    epoch: int,
+    learners: int = 1,
+    warm_up: float = 5.0,
+    optimizer: str = "sgd",
 ) -> Schedule:
     """A schedule by name, for a budget of `total` gradients and `epoch` gradients to an epoch.
 
-    "warm-up" and "plateau" scale with the learners (`batch_scale`: n for SGD, sqrt(n) for Adam) over `warm_up` epochs,
-    but no more than a tenth of the budget; the base rate of "constant" and "one-cycle" is taken as it is.
+    "warm-up" and "plateau" scale with the learners (`batch_scale`: n for SGD, sqrt(n) for Adam)
+    over `warm_up` epochs, but no more than a tenth of the budget; the base rate of "constant" and
+    "one-cycle" is taken as it is.
     """
     _at_least_one("total", total)
     _at_least_one("epoch", epoch)

@@ -1,13 +1,14 @@
-"""The recording of one rank: what its shadow did and what its compute thread asked for, in their one exact order.
+"""The recording of one rank: what its shadow did and what its compute thread asked for, in their
+one exact order.
 
     file     MAGIC, header (a record whose body is JSON), records
     record   length (1 byte; 255: 4 more bytes say it), body, check (4 bytes)
     body     kind (1 byte), fields; the kind's highest bit says that the step boundary under way had not reached the
              chunk yet
 
-`check` is the CRC-32 of all bodies up to here: a changed byte is noticed, and so is a record that is missing. A record is
-written in one call, before the message it explains leaves: a rank that is killed leaves whole records, and a last one that
-is torn is cut off.
+`check` is the CRC-32 of all bodies up to here: a changed byte is noticed, and so is a record that
+is missing. A record is written in one call, before the message it explains leaves: a rank that is
+killed leaves whole records, and a last one that is torn is cut off.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from typing import Any, NamedTuple
 MAGIC = b"loosestep recording\n"
 FORMAT = 1
 BEHIND = 0x80
-FINISHED, DIED, EARLY = range(
-    3
-)  # how a peer went: holding the result, without a word, or of its own accord before that
+# how a peer went: holding the result, without a word, or of its own accord before that
+FINISHED, DIED, EARLY = range(3)
 _LONG = 255
 
 
 class Kind(IntEnum):
-    """What happened. Up to HOLD: to the shadow, by the communication thread; from STEP on: marks of the compute thread."""
+    """What happened. Up to HOLD: to the shadow, by the communication thread; from STEP on: marks
+    of the compute thread.
+    """
 
     TAKE = 1  # peer, chunk, q: this rank's value of a pair
     FOLD = 2  # peer, chunk, q, weight: the pair was folded
@@ -80,11 +82,15 @@ WITH_TEXT = (Kind.VALUE, Kind.ABORT)
 
 
 class RecordingError(ValueError):
-    """A recording that cannot be used; the message says what was seen, what was expected and what to do."""
+    """A recording that cannot be used; the message says what was seen, what was expected and
+    what to do.
+    """
 
 
 class Record(NamedTuple):
-    """One record. `behind`: the boundary under way had not reached the chunk yet. `rest`: readings, or a text."""
+    """One record. `behind`: the boundary under way had not reached the chunk yet. `rest`:
+    readings, or a text.
+    """
 
     kind: Kind
     fields: tuple[Any, ...] = ()
@@ -103,7 +109,11 @@ def pack(kind: Kind, *fields: float, rest: bytes = b"") -> bytes:
 
 def pack_readings(kind: Kind, place: int, readings: dict[int, int]) -> bytes:
     """The body of a mean: whose readings it was made of, beside this rank's own value."""
-    return pack(kind, place, rest=b"".join(_READING.pack(rank, serial) for rank, serial in sorted(readings.items())))
+    return pack(
+        kind,
+        place,
+        rest=b"".join(_READING.pack(rank, serial) for rank, serial in sorted(readings.items())),
+    )
 
 
 def unpack(body: bytes) -> Record:
@@ -116,11 +126,15 @@ def unpack(body: bytes) -> Record:
     fields = layout.unpack_from(body)[1:]
     if kind in WITH_READINGS:
         return Record(kind, fields, dict(_READING.iter_unpack(rest)), bool(body[0] & BEHIND))
-    return Record(kind, fields, rest.decode() if kind in WITH_TEXT else None, bool(body[0] & BEHIND))
+    return Record(
+        kind, fields, rest.decode() if kind in WITH_TEXT else None, bool(body[0] & BEHIND)
+    )
 
 
 def frame(body: bytes, crc: int) -> tuple[bytes, int]:
-    """A body as it is written, after records whose checks came to `crc`; and what they come to now."""
+    """A body as it is written, after records whose checks came to `crc`; and what they come to
+    now.
+    """
     crc = zlib.crc32(body, crc)
     length = bytes([len(body)]) if len(body) < _LONG else struct.pack("<BI", _LONG, len(body))
     return length + body + crc.to_bytes(4, "little"), crc
@@ -144,11 +158,14 @@ class Recording:
         try:
             data = path.read_bytes()
         except OSError as error:
-            there = sorted(int(found.stem.removeprefix("rank-")) for found in folder.glob("rank-*.rec"))
+            there = sorted(
+                int(found.stem.removeprefix("rank-")) for found in folder.glob("rank-*.rec")
+            )
             which = f"there are those of ranks {there}" if there else "there is none"
             raise RecordingError(
-                f"the recording of rank {rank} is missing: {path} cannot be read ({error.strerror}); {which}. A replay needs "
-                "the files of all ranks, so copy them into one folder"
+                f"the recording of rank {rank} is missing: {path} cannot be read "
+                f"({error.strerror}); {which}. A replay needs the files of all ranks, so copy "
+                "them into one folder"
             ) from None
         header, start, crc = _read_header(path, data)
         steps = sum(body[0] == Kind.STEP for body in _bodies(path, data, start, crc))
@@ -174,12 +191,14 @@ def rank_file(folder: Path, rank: int) -> Path:
 def _read_header(path: Path, data: bytes) -> tuple[dict[str, Any], int, int]:
     if not data.startswith(MAGIC):
         raise RecordingError(
-            f"{path} is not a recording, or its beginning is lost ({len(data)} bytes): record the run again"
+            f"{path} is not a recording, or its beginning is lost ({len(data)} bytes): record the "
+            "run again"
         )
     found = _body(data, len(MAGIC), 0)
     if found is None:
         raise RecordingError(
-            f"{path} ends inside its header: its rank was ended while it attached; record the run again"
+            f"{path} ends inside its header: its rank was ended while it attached; record the run "
+            "again"
         )
     body, position, crc = found
     if crc < 0:
@@ -187,8 +206,8 @@ def _read_header(path: Path, data: bytes) -> tuple[dict[str, Any], int, int]:
     header = json.loads(body)
     if header.get("format") != FORMAT:
         raise RecordingError(
-            f"{path} has format {header.get('format')}, this version of loosestep reads {FORMAT}; replay it with loosestep "
-            f"{header.get('loosestep')}, which wrote it"
+            f"{path} has format {header.get('format')}, this version of loosestep reads {FORMAT}; "
+            f"replay it with loosestep {header.get('loosestep')}, which wrote it"
         )
     return header, position, crc
 
@@ -207,16 +226,19 @@ def _bodies(path: Path, data: bytes, position: int, crc: int) -> Iterator[bytes]
             unpack(body)
         except (ValueError, IndexError, struct.error) as error:
             raise RecordingError(
-                f"{path} is damaged at byte {position} of {len(data)} ({error}): what follows cannot be trusted; use an "
-                "undamaged copy"
+                f"{path} is damaged at byte {position} of {len(data)} ({error}): what follows "
+                "cannot be trusted; use an undamaged copy"
             ) from None
         yield body
         position = after
 
 
 def _require_torn(data: bytes, position: int) -> None:
-    """What is left could be the beginning of a record, written by a rank that was killed; ValueError if it cannot."""
-    length, begin = data[position], position + 1 + 4 * (data[position] == _LONG)
+    """What is left could be the beginning of a record, written by a rank that was killed;
+    ValueError if it cannot.
+    """
+    length = data[position]
+    begin = position + 1 + 4 * (data[position] == _LONG)
     if begin >= len(data):
         return
     kind = Kind(data[begin] & ~BEHIND)
@@ -225,12 +247,16 @@ def _require_torn(data: bytes, position: int) -> None:
 
 
 def _body(data: bytes, position: int, crc: int) -> tuple[bytes, int, int] | None:
-    """(body, where it ends, the checks so far or -1); None when the file ends before the record does."""
-    length, begin = data[position], position + 1
+    """(body, where it ends, the checks so far or -1); None when the file ends before the record
+    does.
+    """
+    length = data[position]
+    begin = position + 1
     if length == _LONG:
         if len(data) < begin + 4:
             return None
-        length, begin = int.from_bytes(data[begin : begin + 4], "little"), begin + 4
+        length = int.from_bytes(data[begin : begin + 4], "little")
+        begin = begin + 4
     end = begin + length
     if len(data) < end + 4:
         return None

@@ -1,8 +1,10 @@
-"""A recording as the tape of a replay: the compute thread passes marks, background events are played between them.
+"""A recording as the tape of a replay: the compute thread passes marks, background events are
+played between them.
 
-The order of a recording is the order in which things really happened, and what a rank waits for in a replay (the marks
-before, its own events before, values its peers had taken by then) had really happened before. So the original order is
-one in which the replay can go, and it never deadlocks, however fast each rank is now.
+The order of a recording is the order in which things really happened, and what a rank waits for in
+a replay (the marks before, its own events before, values its peers had taken by then) had really
+happened before. So the original order is one in which the replay can go, and it never deadlocks,
+however fast each rank is now.
 """
 
 from __future__ import annotations
@@ -47,12 +49,25 @@ class Player:
     """One rank's recording in a replay; the tape of its run."""
 
     def __init__(
-        self, recording: Recording, world: Threads, *, together: Iterable[int] = (), until: int | None = None
+        self,
+        recording: Recording,
+        world: Threads,
+        *,
+        together: Iterable[int] = (),
+        until: int | None = None,
     ) -> None:
-        """`together`: the ranks that this one meets in collectives. `until`: the step after which to stop."""
-        self.rank, self.steps, self.checked, self.digest = world.rank, 0, 0, 0
-        self.total, self.header = recording.steps, recording.header
-        self.values, self._until, self._spawn = world.values(), until, world.spawn
+        """`together`: the ranks that this one meets in collectives. `until`: the step after
+        which to stop.
+        """
+        self.rank = world.rank
+        self.steps = 0
+        self.checked = 0
+        self.digest = 0
+        self.total = recording.steps
+        self.header = recording.header
+        self.values = world.values()
+        self._until = until
+        self._spawn = world.spawn
         self._together = [rank for rank in together if rank != world.rank]
         self._same = 0  # the last step that was compared
         self._records = recording.records()
@@ -64,7 +79,7 @@ class Player:
         with self._condition:
             self._next()
 
-    # The thread that plays background events --------------------------------------------------------------------------
+    # The thread that plays background events ------------------------------------------------------
 
     def play(self, act: Callable[[Record], None]) -> None:
         """From here on background events are handed to `act`, on a thread."""
@@ -95,7 +110,7 @@ class Player:
             self.values.end()
         self._condition.notify_all()
 
-    # Marks ------------------------------------------------------------------------------------------------------------
+    # Marks ----------------------------------------------------------------------------------------
 
     @property
     def exhausted(self) -> bool:
@@ -109,7 +124,9 @@ class Player:
             return None if self._head is None else self._head.kind
 
     def mark(self, *kinds: Kind, do: Callable[[], Any] = lambda: None) -> Record:
-        """Wait until everything before the next mark was played; it must be one of `kinds`. `do` runs before anything after it."""
+        """Wait until everything before the next mark was played; it must be one of `kinds`. `do`
+        runs before anything after it.
+        """
         with self._condition:
             self._wait()
             head = self._head
@@ -118,8 +135,9 @@ class Player:
             assert head is not None
             if head.kind not in kinds:
                 raise ReplayDiffers(
-                    f"rank {self.rank} does something else than was recorded after step {self.steps}: {kinds[0].name} instead of "
-                    f"{head.kind.name}; is it the same program, configuration and data?"
+                    f"rank {self.rank} does something else than was recorded after step "
+                    f"{self.steps}: {kinds[0].name} instead of {head.kind.name}; is it the same "
+                    "program, configuration and data?"
                 )
             do()
             self._next()
@@ -127,7 +145,12 @@ class Player:
 
     def _wait(self) -> None:
         self._condition.wait_for(
-            lambda: self._failure is not None or self._head is None or self._head.is_mark or self._join is None
+            lambda: (
+                self._failure is not None
+                or self._head is None
+                or self._head.is_mark
+                or self._join is None
+            )
         )
         if self._failure is not None:
             raise self._failure
@@ -137,7 +160,7 @@ class Player:
         why = f"its run was broken off: {reason}" if reason else "it was killed"
         raise RecordingEnds(f"the recording of rank {self.rank} ends at step {self.steps}: {why}")
 
-    # The tape ---------------------------------------------------------------------------------------------------------
+    # The tape -------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """The boundary of an optimizer step begins."""
@@ -181,10 +204,17 @@ class Player:
         """Nothing is written in a replay."""
 
     def close(self) -> None:
-        """End the thread; unless the run was broken off, after it has played what others wait for."""
+        """End the thread; unless the run was broken off, after it has played what others wait
+        for.
+        """
         with self._condition:
             self._condition.wait_for(
-                lambda: self._closed or self._failure is not None or self._head is None or self._at_mark()
+                lambda: (
+                    self._closed
+                    or self._failure is not None
+                    or self._head is None
+                    or self._at_mark()
+                )
             )
             self._closed = True
             self._condition.notify_all()
@@ -194,41 +224,58 @@ class Player:
     def _check(self, recorded: int, found: int) -> None:
         self.digest = found
         if recorded != found:
-            since = f"step {self._same}, the last that was compared" if self._same else "the beginning"
+            since = (
+                f"step {self._same}, the last that was compared" if self._same else "the beginning"
+            )
             raise ReplayDiffers(
-                f"rank {self.rank} differs at step {self.steps}: its parameters have the digest {found:016x}, recorded was "
-                f"{recorded:016x}; identical up to {since}.{self._suspicion()}"
+                f"rank {self.rank} differs at step {self.steps}: its parameters have the digest "
+                f"{found:016x}, recorded was {recorded:016x}; identical up to "
+                f"{since}.{self._suspicion()}"
             )
         self._same = self.steps
 
     def _suspicion(self) -> str:
         changes = changed_circumstances(self.header)
-        return f" Since it was recorded, {'; '.join(changes)}: that may change bits" if changes else ""
+        return (
+            f" Since it was recorded, {'; '.join(changes)}: that may change bits" if changes else ""
+        )
 
 
 def changed_circumstances(header: dict[str, Any]) -> list[str]:
     """What is different now and may change bits."""
     now = circumstances()
-    return [f"{name} was {header.get(name)} and is {value}" for name, value in now.items() if header.get(name) != value]
+    return [
+        f"{name} was {header.get(name)} and is {value}"
+        for name, value in now.items()
+        if header.get(name) != value
+    ]
 
 
-def require_same(recording: Recording, *, nodes: list[list[int]], strategy: str, layout: list[str]) -> None:
+def require_same(
+    recording: Recording, *, nodes: list[list[int]], strategy: str, layout: list[str]
+) -> None:
     """The recording must be one of this run; RecordingError says what differs."""
-    header, path = recording.header, recording.path
+    header = recording.header
+    path = recording.path
     if header["nodes"] != nodes:
         raise RecordingError(
-            f"{path} was recorded by the ranks {header['nodes']} on their nodes, now they are {nodes}; replay with as many"
+            f"{path} was recorded by the ranks {header['nodes']} on their nodes, now they are "
+            f"{nodes}; replay with as many"
         )
     if header["strategy"] != strategy:
-        raise RecordingError(f"{path} was recorded with the strategy {header['strategy']}, this run uses {strategy}")
+        raise RecordingError(
+            f"{path} was recorded with the strategy {header['strategy']}, this run uses {strategy}"
+        )
     for position, (recorded, mine) in enumerate(zip(header["layout"], layout, strict=False)):
         if recorded != mine:
             raise RecordingError(
-                f"{path} was recorded with another model: entry {position} was '{recorded}', now it is '{mine}'; build the same"
+                f"{path} was recorded with another model: entry {position} was '{recorded}', now "
+                f"it is '{mine}'; build the same"
             )
     if len(header["layout"]) != len(layout):
         raise RecordingError(
-            f"{path} was recorded with another model: it had {len(header['layout'])} tensors, now there are {len(layout)}"
+            f"{path} was recorded with another model: it had {len(header['layout'])} tensors, now "
+            f"there are {len(layout)}"
         )
     for change in changed_circumstances(header):
         log.warning("replay: %s; bits may differ for that reason", change)

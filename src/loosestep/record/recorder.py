@@ -1,6 +1,8 @@
-"""Recording: a run tells its tape what it does; `Recorder` writes it down, `NoTape` lets it pass, a replay answers.
+"""Recording: a run tells its tape what it does; `Recorder` writes it down, `NoTape` lets it pass, a
+replay answers.
 
-Everything in a run that depends on time goes through its tape, so that a replay can give the same answers again.
+Everything in a run that depends on time goes through its tape, so that a replay can give the same
+answers again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from loosestep.record.format import BEHIND, FORMAT, MAGIC, Kind, RecordingError, frame, pack, rank_file
+from loosestep.record.format import (
+    BEHIND,
+    FORMAT,
+    MAGIC,
+    Kind,
+    RecordingError,
+    frame,
+    pack,
+    rank_file,
+)
 from loosestep.version import __version__
 
 DIGEST_SHARE = 0.002  # of the CPU time may be spent on digests of the parameters
@@ -81,7 +92,8 @@ class Recorder:
         self._path = rank_file(folder, rank)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._lock = threading.Lock()
-        self._begun, self._digesting = time.process_time(), 0.0
+        self._begun = time.process_time()
+        self._digesting = 0.0
         first, self._crc = frame(json.dumps(header).encode(), 0)
         self._append(MAGIC + first)
 
@@ -98,9 +110,13 @@ class Recorder:
         try:
             written = os.write(self._file, data)
         except OSError as error:
-            raise RecordingError(f"{self._path} could not be written: {error.strerror}; free some space") from error
+            raise RecordingError(
+                f"{self._path} could not be written: {error.strerror}; free some space"
+            ) from error
         if written < len(data):
-            raise RecordingError(f"{self._path} could not be written: the disk is full; free some space")
+            raise RecordingError(
+                f"{self._path} could not be written: the disk is full; free some space"
+            )
 
     def step(self) -> None:
         """The boundary of an optimizer step begins."""
@@ -173,10 +189,20 @@ def make_header(
 ) -> dict[str, Any]:
     """What a recording says about itself at its beginning."""
     about = {"format": FORMAT, "loosestep": __version__, **circumstances()}
-    return {**about, "rank": rank, "nodes": nodes, "strategy": strategy, "seed": seed, "layout": layout}
+    return {
+        **about,
+        "rank": rank,
+        "nodes": nodes,
+        "strategy": strategy,
+        "seed": seed,
+        "layout": layout,
+    }
 
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     names = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return next((line.partition(":")[2].strip() for line in names if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in names if line.startswith("model name")),
+        platform.machine(),
+    )

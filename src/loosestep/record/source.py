@@ -1,7 +1,9 @@
-"""Which recording this process replays, if any: `LOOSESTEP_REPLAY=FOLDER` makes `attach` replay instead of communicate.
+"""Which recording this process replays, if any: `LOOSESTEP_REPLAY=FOLDER` makes `attach` replay
+instead of communicate.
 
-Any program that recorded a run (`attach(..., record=True)`) replays it when it is started again with this variable, as many
-ranks as before and the same data. `LOOSESTEP_REPLAY_UNTIL=rank=2,step=731` stops it there.
+Any program that recorded a run (`attach(..., record=True)`) replays it when it is started again
+with this variable, as many ranks as before and the same data.
+`LOOSESTEP_REPLAY_UNTIL=rank=2,step=731` stops it there.
 """
 
 from __future__ import annotations

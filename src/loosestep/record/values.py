@@ -1,7 +1,7 @@
 """How the ranks of a replay hand each other the values that the recorded run exchanged.
 
-In the original a message met whatever state its receiver was in. In a replay a value is left under a name, and whoever
-folds it waits for that name: so timing has no say.
+In the original a message met whatever state its receiver was in. In a replay a value is left under
+a name, and whoever folds it waits for that name: so timing has no say.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ class Values(Protocol):
 class StoreValues:
     """Values in a torch.distributed store, between processes.
 
-    `connect` makes connections of this object's own: waiting on one blocks everybody else who uses it.
+    `connect` makes connections of this object's own: waiting on one blocks everybody else who uses
+    it.
     """
 
     def __init__(self, connect: Callable[[], dist.Store], rank: int) -> None:
         self._rank = rank
-        self._store: Any = dist.PrefixStore("replay", connect())  # takes bytes, whatever its annotations say
+        # takes bytes, whatever its annotations say
+        self._store: Any = dist.PrefixStore("replay", connect())
         self._control: Any = dist.PrefixStore("replay", connect())
 
     def put(self, name: str, value: Array) -> None:
@@ -132,6 +134,7 @@ def was_ended(culprit: str) -> ReplayError:
 def unknown_value(rank: int, source: int, name: str) -> ReplayError:
     """What `rank` folded was never taken by `source`."""
     return ReplayError(
-        f"rank {rank} has folded a value of rank {source} ({name}) of which the recording of rank {source} knows nothing: the "
-        "recordings are not of one run, or one is incomplete. Replay the files as they were written"
+        f"rank {rank} has folded a value of rank {source} ({name}) of which the recording of rank "
+        f"{source} knows nothing: the recordings are not of one run, or one is incomplete. Replay "
+        "the files as they were written"
     )

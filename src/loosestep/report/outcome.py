@@ -18,7 +18,9 @@ POINTS = 80  # of a curve
 
 
 class Point(NamedTuple):
-    """A value of a curve: after so many gradients of all learners, and so many seconds of training."""
+    """A value of a curve: after so many gradients of all learners, and so many seconds of
+    training.
+    """
 
     gradients: int
     seconds: float
@@ -39,7 +41,8 @@ class Outcome:
         metrics = folder.metrics()
         if not any(line["kind"] == "begin" for line in metrics):
             raise TrainingError(
-                f"{folder.path}: nothing is known of this run yet ({folder.metrics_file.name} is empty)"
+                f"{folder.path}: nothing is known of this run yet ({folder.metrics_file.name} is "
+                "empty)"
             )
         return cls(folder, folder.config(), metrics)
 
@@ -81,7 +84,12 @@ class Outcome:
     def seconds(self) -> float:
         """Of training, by rank 0's clock."""
         return max(
-            (float(line["seconds"]) for line in self.metrics if "seconds" in line and line["rank"] == 0), default=0.0
+            (
+                float(line["seconds"])
+                for line in self.metrics
+                if "seconds" in line and line["rank"] == 0
+            ),
+            default=0.0,
         )
 
     @property
@@ -99,7 +107,10 @@ class Outcome:
     def quality_curve(self) -> list[Point]:
         """Evaluations of the mean model; the final one last."""
         lines = self._of_kind("evaluation") + self._of_kind("final")
-        return [Point(line["gradients"], line["seconds"], line["metrics"][self.quality_name]) for line in lines]
+        return [
+            Point(line["gradients"], line["seconds"], line["metrics"][self.quality_name])
+            for line in lines
+        ]
 
     @cached_property
     def loss_curve(self) -> list[Point]:
@@ -113,7 +124,9 @@ class Outcome:
 
     @cached_property
     def ends(self) -> list[dict[str, Any]]:
-        """The last figures of every rank there is; one of before the run went on with fewer has passed its sums on."""
+        """The last figures of every rank there is; one of before the run went on with fewer has
+        passed its sums on.
+        """
         ranks = {rank for node in self.begin["nodes"] for rank in node}
         last: dict[int, dict[str, Any]] = {}
         for line in self.metrics:
@@ -132,8 +145,14 @@ class Outcome:
 
     @property
     def waiting(self) -> float:
-        """The part of their training time that ranks spent waiting, on average; evaluations do not count."""
-        shares = [activity.waiting / activity.seconds for activity in self.activities if activity.seconds > 0]
+        """The part of their training time that ranks spent waiting, on average; evaluations do
+        not count.
+        """
+        shares = [
+            activity.waiting / activity.seconds
+            for activity in self.activities
+            if activity.seconds > 0
+        ]
         return statistics.mean(shares) if shares else 0.0
 
     @property
@@ -176,7 +195,9 @@ class Outcome:
         return [
             Point(
                 round(statistics.mean(line["gradients"] for line in lines)),
-                statistics.mean(line["seconds"] for line in lines if line["rank"] == 0 or not _has_first(lines)),
+                statistics.mean(
+                    line["seconds"] for line in lines if line["rank"] == 0 or not _has_first(lines)
+                ),
                 statistics.mean(line[name] for line in lines),
             )
             for _, lines in sorted(bins.items())

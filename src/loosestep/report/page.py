@@ -38,7 +38,11 @@ code {{ background: #f6f8fa; padding: .15rem .35rem; border-radius: 4px; font-si
 
 
 def write_report(
-    outcomes: Sequence[Outcome], path: Path, *, target: float | None = None, timeline: Path | None = None
+    outcomes: Sequence[Outcome],
+    path: Path,
+    *,
+    target: float | None = None,
+    timeline: Path | None = None,
 ) -> None:
     """Write the page, and for a single run the timeline for Perfetto; folders are made."""
     several = len(outcomes) > 1
@@ -48,14 +52,16 @@ def write_report(
         _results(outcomes, target),
         _section(
             "Loss and quality",
-            "Loss: mean over the ranks. Quality: of the mean of all replicas, on the test data; the last point is the final model.",
+            "Loss: mean over the ranks. Quality: of the mean of all replicas, on the test data; "
+            "the last point is the final model.",
             plots.curves(outcomes),
             library=True,
         ),
         _section(
             "Waiting and overlap",
-            "Left: the part of the training time each rank computed and waited (evaluations left out). Right: how long "
-            "exchanges were under way, and how much of that was hidden behind compute.",
+            "Left: the part of the training time each rank computed and waited (evaluations left "
+            "out). Right: how long exchanges were under way, and how much of that was hidden "
+            "behind compute.",
             plots.bars(outcomes),
         ),
         *_timelines(outcomes),
@@ -77,11 +83,14 @@ def write_report(
     ]
     write_whole(path, [PAGE.format(title=html.escape(title), body="\n".join(sections))])
     if timeline is not None:
-        node_of = {rank: node for node, ranks in enumerate(outcomes[0].begin["nodes"]) for rank in ranks}
+        node_of = {
+            rank: node for node, ranks in enumerate(outcomes[0].begin["nodes"]) for rank in ranks
+        }
         write_timeline(timeline, outcomes[0].activities, node_of)
 
 
-# --------------------------------------------------------------------------------------------------- table of results
+# --------------------------------------------------------------------------------------------------
+# table of results
 
 
 def common_target(outcomes: Sequence[Outcome]) -> float | None:
@@ -95,7 +104,9 @@ def common_target(outcomes: Sequence[Outcome]) -> float | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of results: a number of every run, spelt as a mean; `spread` beside it where it matters."""
+    """A column of the table of results: a number of every run, spelt as a mean; `spread` beside
+    it where it matters.
+    """
 
     title: str
     value: Callable[[Outcome], float | None]
@@ -120,12 +131,18 @@ def columns(outcomes: Sequence[Outcome], target: float | None) -> list[Column]:
         Column("gradients/s", lambda run: run.speed, "{:.0f}".format, spread=True),
         Column("seconds", lambda run: run.seconds, "{:.1f}".format, brief=False),
         Column(
-            f"s to {at}", lambda run: None if target is None else run.seconds_to(target), "{:.1f}".format, spread=True
+            f"s to {at}",
+            lambda run: None if target is None else run.seconds_to(target),
+            "{:.1f}".format,
+            spread=True,
         ),
         Column("waiting", lambda run: run.waiting, "{:.0%}".format),
         Column("MB/gradient", lambda run: run.per_gradient("bytes_sent") / 1e6, "{:.2g}".format),
         Column(
-            "between nodes", lambda run: run.per_gradient("bytes_between_nodes") / 1e6, "{:.3g}".format, brief=False
+            "between nodes",
+            lambda run: run.per_gradient("bytes_between_nodes") / 1e6,
+            "{:.3g}".format,
+            brief=False,
         ),
         Column("staleness", lambda run: run.staleness_mean, "{:.1f}".format),
         Column("distance", lambda run: run.distance, "{:.2g}".format),
@@ -139,7 +156,9 @@ def columns(outcomes: Sequence[Outcome], target: float | None) -> list[Column]:
 
 
 def rows(outcomes: Sequence[Outcome], told: Sequence[Column]) -> Iterator[list[str]]:
-    """A name and its cells per strategy: of the seeds that did not diverge, and how many did beside the name."""
+    """A name and its cells per strategy: of the seeds that did not diverge, and how many did
+    beside the name.
+    """
     for name, runs in plots.groups(outcomes).items():
         kept = [run for run in runs if not run.diverged]
         if not kept:
@@ -155,7 +174,11 @@ def spread(values: Sequence[float], spell: Callable[[float], str]) -> str:
     if not values:
         return "-"
     mean = spell(statistics.mean(values))
-    return mean if len(values) == 1 else f"{mean.removesuffix(' %')} ± {spell(statistics.stdev(values))}"
+    return (
+        mean
+        if len(values) == 1
+        else f"{mean.removesuffix(' %')} ± {spell(statistics.stdev(values))}"
+    )
 
 
 def _percent(value: float) -> str:
@@ -168,26 +191,38 @@ def _results(outcomes: Sequence[Outcome], target: float | None) -> str:
     lines = list(rows(outcomes, told))
     note = "± is the standard deviation over seeds. " if len(outcomes) > len(lines) else ""
     note += (
-        "MB/gradient: sent by all ranks. Distance: root mean square distance of the replicas to their mean, at the end."
+        "MB/gradient: sent by all ranks. Distance: root mean square distance of the replicas to "
+        "their mean, at the end."
     )
-    incomplete = [outcome.name for outcome in outcomes if outcome.final is None and not outcome.diverged]
+    incomplete = [
+        outcome.name for outcome in outcomes if outcome.final is None and not outcome.diverged
+    ]
     if incomplete:
         note = f"Not complete: {', '.join(incomplete)}. {note}"
-    return f'{_table(("", *(column.title for column in told)), lines)}<p class="note">{html.escape(note)}</p>'
+    return (
+        f"{_table(('', *(column.title for column in told)), lines)}<p "
+        f'class="note">{html.escape(note)}</p>'
+    )
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[Any]], kind: str = "") -> str:
     top = "".join(f"<th>{html.escape(str(cell))}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in rows
+    )
     return f'<div class="scroll"><table class="{kind}"><tr>{top}</tr>{body}</table></div>'
 
 
-# ---------------------------------------------------------------------------------------------------------- sections
+# --------------------------------------------------------------------------------------------------
+# sections
 
 
 def _section(title: str, note: str, figure: Any, *, library: bool = False) -> str:
     """A heading, a line, a figure; plotly's library comes with the first one, once."""
-    return f'<h2>{html.escape(title)}</h2><p class="note">{html.escape(note)}</p>{_draw(figure, library=library)}'
+    return (
+        f"<h2>{html.escape(title)}</h2><p "
+        f'class="note">{html.escape(note)}</p>{_draw(figure, library=library)}'
+    )
 
 
 def _draw(figure: Any, *, library: bool = False) -> str:
@@ -197,15 +232,23 @@ def _draw(figure: Any, *, library: bool = False) -> str:
 
 def _timelines(outcomes: Sequence[Outcome]) -> list[str]:
     """The first run of each strategy."""
-    shown = [(name, runs[0]) for name, runs in plots.groups(outcomes).items() if runs[0].activities][:MOST_TIMELINES]
+    shown = [
+        (name, runs[0]) for name, runs in plots.groups(outcomes).items() if runs[0].activities
+    ][:MOST_TIMELINES]
     note = (
-        "From the middle of the run, one row per rank: what it does, and below it the exchanges in the background. Drag to "
-        "zoom, double-click for everything."
+        "From the middle of the run, one row per rank: what it does, and below it the exchanges "
+        "in the background. Drag to zoom, double-click for everything."
     )
     if len(outcomes) == 1:
         note += " The whole run is in timeline.json, for ui.perfetto.dev."
     head = f'<h2>Who does what when</h2><p class="note">{note}</p>' if shown else ""
-    return [head, *(f"<h3>{html.escape(name)}</h3>{_draw(plots.timeline(outcome))}" for name, outcome in shown)]
+    return [
+        head,
+        *(
+            f"<h3>{html.escape(name)}</h3>{_draw(plots.timeline(outcome))}"
+            for name, outcome in shown
+        ),
+    ]
 
 
 def _examples(outcomes: Sequence[Outcome]) -> str:
@@ -219,7 +262,10 @@ def _examples(outcomes: Sequence[Outcome]) -> str:
         return ""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in ("example", "expected", *shown))
     first = next(iter(shown.values()))
-    rows = [_example_row(example, [answers.get(name) for answers in shown.values()]) for name, example in first.items()]
+    rows = [
+        _example_row(example, [answers.get(name) for answers in shown.values()])
+        for name, example in first.items()
+    ]
     return (
         "<h2>What was recognised</h2>"
         f'<div class="scroll"><table class="words"><tr>{head}</tr>{"".join(rows)}</table></div>'
@@ -250,7 +296,8 @@ def _environment(outcomes: Sequence[Outcome]) -> str:
         **first.config.environment,
     }
     commands = "".join(
-        f"<p><code>{html.escape(c)}</code></p>" for c in dict.fromkeys(o.config.command for o in outcomes)
+        f"<p><code>{html.escape(c)}</code></p>"
+        for c in dict.fromkeys(o.config.command for o in outcomes)
     )
     table = _table(("", ""), facts.items(), "words")
     return f"<h2>How it was made</h2>{commands}{table}"

@@ -1,4 +1,6 @@
-"""Who did what when: the events of a run as spans of computing, waiting, exchanging and judging, rank by rank."""
+"""Who did what when: the events of a run as spans of computing, waiting, exchanging and judging,
+rank by rank.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Span = tuple[float, float]
 
 @dataclass
 class Activity:
-    """One rank. `exchanges` run in the background of the rest; `pauses`: evaluations, checkpoints, and between a kill and a resumption."""
+    """One rank. `exchanges` run in the background of the rest; `pauses`: evaluations,
+    checkpoints, and between a kill and a resumption.
+    """
 
     rank: int
     steps: list[float] = field(default_factory=list)
@@ -25,12 +29,16 @@ class Activity:
     @property
     def span(self) -> Span:
         """From the first to the last event of training."""
-        times = [time for spans in (self.waits, self.pauses) for span in spans for time in span] + self.steps
+        times = [
+            time for spans in (self.waits, self.pauses) for span in spans for time in span
+        ] + self.steps
         return (min(times), max(times)) if times else (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
-        """Of training: evaluations, also those of others that this rank waited for, do not count."""
+        """Of training: evaluations, also those of others that this rank waited for, do not
+        count.
+        """
         first, last = self.span
         return last - first - length(merged([*self.pauses, *self.others_pauses]))
 
@@ -56,12 +64,16 @@ def read_activities(events: Iterable[dict[str, Any]]) -> list[Activity]:
     ranks: dict[int, Activity] = {}
     started: dict[int, list[float]] = {}
     for event in events:
-        rank, kind, at, fields = event["rank"], event["kind"], float(event["time"]), event["fields"]
+        rank = event["rank"]
+        kind = event["kind"]
+        at = float(event["time"])
+        fields = event["fields"]
         activity = ranks.setdefault(rank, Activity(rank))
         open_starts = started.setdefault(rank, [])
         if kind == "step":
             activity.steps.append(at)
-        elif kind == "wait" and fields["seconds"] > 0 and fields.get("reason") != "finish":  # training is over then
+        elif kind == "wait" and fields["seconds"] > 0 and fields.get("reason") != "finish":
+            # training is over then
             activity.waits.append((at - fields["seconds"], at))
         elif kind == "begin" and activity.steps:  # resumed: nothing was done in between
             activity.pauses.append((max(activity.span[1], activity.steps[-1]), at))
@@ -73,12 +85,15 @@ def read_activities(events: Iterable[dict[str, Any]]) -> list[Activity]:
             activity.exchanges.append((open_starts.pop(0), at))
         elif kind == "fold":
             activity.staleness.append(float(fields["staleness"]))
-            activity.exchanges += [(start, at) for start in open_starts]  # gossip: nothing lands before it is folded
+            # gossip: nothing lands before it is folded
+            activity.exchanges += [(start, at) for start in open_starts]
             open_starts.clear()
     for activity in ranks.values():
         others = (other for other in ranks.values() if other is not activity)
         activity.others_pauses = [
-            pause for other in others for pause in overlaps(merged(other.pauses), merged(activity.waits))
+            pause
+            for other in others
+            for pause in overlaps(merged(other.pauses), merged(activity.waits))
         ]
     return [ranks[rank] for rank in sorted(ranks)]
 
@@ -96,9 +111,12 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 def overlaps(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
     """The time in both; each is sorted and does not overlap itself."""
-    result, i, j = [], 0, 0
+    result = []
+    i = 0
+    j = 0
     while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        start = max(first[i][0], second[j][0])
+        end = min(first[i][1], second[j][1])
         if start < end:
             result.append((start, end))
         if first[i][1] < second[j][1]:

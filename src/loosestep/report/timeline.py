@@ -19,12 +19,19 @@ MOST_SPANS = 100_000
 def write_timeline(path: Path, activities: Sequence[Activity], node_of: Mapping[int, int]) -> None:
     """One file of complete events, times in microseconds since the first one."""
     first = min((activity.span[0] for activity in activities), default=0.0)
-    events = [event for activity in activities for event in _events(activity, node_of.get(activity.rank, 0), first)]
-    write_whole(path, [json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))])
+    events = [
+        event
+        for activity in activities
+        for event in _events(activity, node_of.get(activity.rank, 0), first)
+    ]
+    write_whole(
+        path, [json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))]
+    )
 
 
 def _events(activity: Activity, node: int, first: float) -> list[dict[str, Any]]:
-    does, exchanges = 2 * activity.rank, 2 * activity.rank + 1
+    does = 2 * activity.rank
+    exchanges = 2 * activity.rank + 1
     names = [
         _name("process_name", f"node {node}", node, does),
         _name("thread_name", f"rank {activity.rank}", node, does),

@@ -31,7 +31,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, order=True)
 class Checkpoint:
-    """Where a checkpoint lies: the step it was taken at, how often that step was written before, its folder."""
+    """Where a checkpoint lies: the step it was taken at, how often that step was written before,
+    its folder.
+    """
 
     step: int
     serial: int
@@ -42,7 +44,9 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of one writer, in one folder (several ranks: a folder for each)."""
+    """The last `keep` checkpoints of one writer, in one folder (several ranks: a folder for
+    each).
+    """
 
     def __init__(self, folder: Path | str, keep: int = 3) -> None:
         if keep < 1:
@@ -58,7 +62,8 @@ class Checkpoints:
         there = [checkpoint.serial for checkpoint in self.list() if checkpoint.step == step]
         path = write(self.folder / f"step-{step:010d}-{max(there, default=-1) + 1}", state)
         for old in self.list()[: -self.keep]:
-            if old.path != path:  # resumed from an earlier step: the newest written is not the last by number
+            # resumed from an earlier step: the newest written is not the last by number
+            if old.path != path:
                 shutil.rmtree(old.path, ignore_errors=True)
         return path
 
@@ -75,8 +80,12 @@ class Checkpoints:
             if checkpoint.step > step:
                 shutil.rmtree(checkpoint.path)
 
-    def intact(self, warn: Callable[[str], None] = _log.warning) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
-        """The readable checkpoints with their states, newest first; `warn` hears about each one that is passed over."""
+    def intact(
+        self, warn: Callable[[str], None] = _log.warning
+    ) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
+        """The readable checkpoints with their states, newest first; `warn` hears about each one
+        that is passed over.
+        """
         for checkpoint in reversed(self.list()):
             try:
                 state = checkpoint.read()
@@ -101,7 +110,9 @@ def load_latest(
 def load_latest_common(
     folders: Sequence[Path | str], warn: Callable[[str], None] = _log.warning
 ) -> tuple[int, list[dict[str, Any]]] | None:
-    """The newest step of which every folder holds an intact checkpoint, and the states in the order of the folders."""
+    """The newest step of which every folder holds an intact checkpoint, and the states in the
+    order of the folders.
+    """
     if not folders:
         raise ValueError("folders must name at least one checkpoint folder")
     steps = [{checkpoint.step for checkpoint in Checkpoints(folder).list()} for folder in folders]
@@ -113,10 +124,15 @@ def load_latest_common(
     return None
 
 
-def restore_model(model: torch.nn.Module, tensors: Mapping[str, Any], *, source: Path | str) -> None:
-    """`model.load_state_dict`, but a checkpoint of another model is refused before anything is touched."""
+def restore_model(
+    model: torch.nn.Module, tensors: Mapping[str, Any], *, source: Path | str
+) -> None:
+    """`model.load_state_dict`, but a checkpoint of another model is refused before anything is
+    touched.
+    """
     own = model.state_dict()
-    missing, foreign = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    missing = sorted(own.keys() - tensors.keys())
+    foreign = sorted(tensors.keys() - own.keys())
     shapes = [
         f"{name} is {tuple(tensors[name].shape)} there and {tuple(own[name].shape)} here"
         for name in own
@@ -136,7 +152,9 @@ def restore_model(model: torch.nn.Module, tensors: Mapping[str, Any], *, source:
     model.load_state_dict(dict(tensors))
 
 
-def _newest_of_step(checkpoints: Checkpoints, step: int, warn: Callable[[str], None]) -> dict[str, Any] | None:
+def _newest_of_step(
+    checkpoints: Checkpoints, step: int, warn: Callable[[str], None]
+) -> dict[str, Any] | None:
     for checkpoint in reversed([c for c in checkpoints.list() if c.step == step]):
         try:
             return checkpoint.read()

@@ -1,4 +1,6 @@
-"""What a run is: everything that `loosestep train` was told, as a dataclass that survives the round trip through TOML."""
+"""What a run is: everything that `loosestep train` was told, as a dataclass that survives the
+round trip through TOML.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from loosestep.strategies import strategy as read_strategy
 
 
 class TrainingError(Exception):
-    """Something the user can put right; the message says what was seen, what was expected and what to do."""
+    """Something the user can put right; the message says what was seen, what was expected and
+    what to do.
+    """
 
 
 def write_whole(path: Path, parts: Iterable[str]) -> None:
@@ -50,7 +54,9 @@ def writing(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run. What is None is chosen by the recipe; `gradients` counts those of all learners together."""
+    """One run. What is None is chosen by the recipe; `gradients` counts those of all learners
+    together.
+    """
 
     recipe: str
     strategy: str = "daso"
@@ -75,8 +81,15 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.gradients is not None and self.epochs is not None:
-            raise TrainingError(f"give --gradients or --epochs, not both: got {self.gradients} and {self.epochs:g}")
-        for name, least in (("gradients", 1), ("evaluate_every", 1), ("checkpoint_every", 1), ("keep", 1)):
+            raise TrainingError(
+                f"give --gradients or --epochs, not both: got {self.gradients} and {self.epochs:g}"
+            )
+        for name, least in (
+            ("gradients", 1),
+            ("evaluate_every", 1),
+            ("checkpoint_every", 1),
+            ("keep", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise TrainingError(f"{_flag(name)} must be at least {least}, got {value}")
@@ -100,7 +113,8 @@ class Config:
             numbers = [int(part) for part in self.ranks_per_node.split(",")]
         except ValueError:
             raise TrainingError(
-                f"--ranks-per-node must be a number (2) or one per node (3,2), got {self.ranks_per_node!r}"
+                "--ranks-per-node must be a number (2) or one per node (3,2), got "
+                f"{self.ranks_per_node!r}"
             ) from None
         try:
             return ranks_of_nodes(self.nodes, numbers[0] if len(numbers) == 1 else numbers)
@@ -126,7 +140,9 @@ def read_config(path: Path) -> Config:
 
 
 def make_config(values: Mapping[str, Any], *, source: str) -> Config:
-    """A configuration from plain values; an unknown name or a wrong type is an error that names it and the source."""
+    """A configuration from plain values; an unknown name or a wrong type is an error that names
+    it and the source.
+    """
     types = get_type_hints(Config)
     for name, value in values.items():
         if name not in types:
@@ -136,7 +152,9 @@ def make_config(values: Mapping[str, Any], *, source: str) -> Config:
         if not _fits(value, types[name]):
             raise TrainingError(f"{source}: {name} must be {_kind(types[name])}, got {value!r}")
     if "recipe" not in values:
-        raise TrainingError(f"{source}: recipe is missing; it must be acoustic, vision or FILE.py:function")
+        raise TrainingError(
+            f"{source}: recipe is missing; it must be acoustic, vision or FILE.py:function"
+        )
     return Config(**values)
 
 
@@ -151,7 +169,8 @@ def parse_settings(pairs: list[str]) -> dict[str, str]:
     return settings
 
 
-# ------------------------------------------------------------------------------------------------------------- TOML
+# --------------------------------------------------------------------------------------------------
+# TOML
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -190,7 +209,9 @@ def _toml_value(value: Any) -> str:
 
 
 def _toml_pairs(table: Mapping[str, Any]) -> list[str]:
-    return [f"{_key(name)} = {_toml_value(value)}" for name, value in table.items() if value is not None]
+    return [
+        f"{_key(name)} = {_toml_value(value)}" for name, value in table.items() if value is not None
+    ]
 
 
 def _quoted(text: str) -> str:
@@ -199,7 +220,11 @@ def _quoted(text: str) -> str:
 
 
 def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _quoted(name)
+    return (
+        name
+        if name.replace("_", "").replace("-", "").isalnum() and name.isascii()
+        else _quoted(name)
+    )
 
 
 def _fits(value: Any, wanted: Any) -> bool:
@@ -208,7 +233,9 @@ def _fits(value: Any, wanted: Any) -> bool:
     accepted: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}
     for kind, types in accepted.items():
         if wanted in (kind, kind | None):
-            return (value is None and wanted != kind) or (isinstance(value, types) and not isinstance(value, bool))
+            return (value is None and wanted != kind) or (
+                isinstance(value, types) and not isinstance(value, bool)
+            )
     return isinstance(value, dict)
 
 

@@ -5,7 +5,8 @@
     report.html      a page to look at          timeline.json   the same events for Perfetto or Chrome
     recording/       what each rank folded      replay/         the run again, from its recording
 
-While a run goes on each rank writes `trace/rank-N.jsonl`; they become `trace.jsonl` when it is complete.
+While a run goes on each rank writes `trace/rank-N.jsonl`; they become `trace.jsonl` when it is
+complete.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """The folder of a run that exists, or an error that says what is there instead."""
         if not path.is_dir():
-            raise TrainingError(f"{path} does not exist; a run is a folder that loosestep train has made")
+            raise TrainingError(
+                f"{path} does not exist; a run is a folder that loosestep train has made"
+            )
         folder = cls(path)
         if not folder.config_file.is_file():
             raise TrainingError(f"{path} is not a run: there is no {folder.config_file.name} in it")
@@ -82,7 +85,9 @@ class RunFolder:
         return self.path / "trace" / f"rank-{rank}.jsonl"
 
     def generation(self, number: int) -> Path:
-        """Checkpoints of the ranks that a run has had since it was last resumed with other ranks."""
+        """Checkpoints of the ranks that a run has had since it was last resumed with other
+        ranks.
+        """
         return self.path / "checkpoint" / f"generation-{number}"
 
     def checkpoints_of(self, config: Config, rank: int) -> Path:
@@ -98,8 +103,13 @@ class RunFolder:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss of a rank was no number any more: nothing that came of it counts as a result."""
-        return any(line["kind"] == "progress" and not math.isfinite(line["loss"]) for line in self.metrics())
+        """Whether the loss of a rank was no number any more: nothing that came of it counts as a
+        result.
+        """
+        return any(
+            line["kind"] == "progress" and not math.isfinite(line["loss"])
+            for line in self.metrics()
+        )
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every line that is whole; a kill may have cut the last one."""
@@ -117,9 +127,13 @@ class RunFolder:
         shutil.rmtree(self.trace_of(0).parent)
 
     def forget_metrics_after(self, gradients: int) -> None:
-        """A resumed run takes another way from there on: what was written beyond is not part of it."""
+        """A resumed run takes another way from there on: what was written beyond is not part of
+        it.
+        """
         kept = [
-            line for line in self.metrics() if line["gradients"] <= gradients and line["kind"] not in ("final", "end")
+            line
+            for line in self.metrics()
+            if line["gradients"] <= gradients and line["kind"] not in ("final", "end")
         ]
         write_whole(self.metrics_file, (_dumps(line) + "\n" for line in kept))
 
@@ -145,12 +159,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 class Journal:
     """One rank's pen: metrics line by line as they come, events in the background of the steps."""
 
-    def __init__(self, folder: RunFolder, rank: int, *, trace_bytes: int = 0, began: float | None = None) -> None:
-        """`trace_bytes`: where this rank's trace goes on; what lies beyond was written after the checkpoint. `began`: wall
-        time of second 0 of a virtual clock."""
-        self.rank, self._folder = rank, folder
+    def __init__(
+        self, folder: RunFolder, rank: int, *, trace_bytes: int = 0, began: float | None = None
+    ) -> None:
+        """`trace_bytes`: where this rank's trace goes on; what lies beyond was written after the
+        checkpoint. `began`: wall time of second 0 of a virtual clock.
+        """
+        self.rank = rank
+        self._folder = folder
         with writing(folder.metrics_file):
-            self._metrics = os.open(folder.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._metrics = os.open(
+                folder.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
+            )
         path = folder.trace_of(rank)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +183,13 @@ class Journal:
 
     def metric(self, kind: str, *, gradients: int, **fields: Any) -> None:
         """One line, in one write: several ranks append to the same file."""
-        line = {"kind": kind, "rank": self.rank, "gradients": gradients, "time": round(time.time(), 3), **fields}
+        line = {
+            "kind": kind,
+            "rank": self.rank,
+            "gradients": gradients,
+            "time": round(time.time(), 3),
+            **fields,
+        }
         data = (_dumps(line) + "\n").encode()
         with writing(self._folder.metrics_file):
             if os.write(self._metrics, data) < len(data):  # a disk that is full has room for a part
@@ -183,7 +209,11 @@ class Journal:
         with writing(self._folder.trace_of(self.rank)):
             while self._held:
                 event = self._held.popleft()
-                line = {"time": round(event.time + self._to_wall, 6), "rank": self.rank, "kind": event.kind}
+                line = {
+                    "time": round(event.time + self._to_wall, 6),
+                    "rank": self.rank,
+                    "kind": event.kind,
+                }
                 self._trace.write((_dumps({**line, "fields": event.fields}) + "\n").encode())
             self._trace.flush()
             return self._trace.tell()

@@ -1,10 +1,11 @@
 """A virtual clock and the threads that live on it.
 
-Every *strand* is a real thread, but only the one that holds the baton runs. A strand that waits takes the next event off
-the queue: a function to call, or a strand to hand the baton to. Real threads, because torch keeps grad mode, autocast
-and the state of a running backward per thread, so a strand may wait anywhere, in a backward hook too. Events happen in
-the order of their virtual times; of equal times a generator seeded by the caller decides, so the order of everything
-is a function of the seed.
+Every *strand* is a real thread, but only the one that holds the baton runs. A strand that waits
+takes the next event off the queue: a function to call, or a strand to hand the baton to. Real
+threads, because torch keeps grad mode, autocast and the state of a running backward per thread, so
+a strand may wait anywhere, in a backward hook too. Events happen in the order of their virtual
+times; of equal times a generator seeded by the caller decides, so the order of everything is a
+function of the seed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ class Killed(BaseException):
 
 
 class Strand:
-    """A thread that runs while it holds the baton. `on_resume` is called whenever it gets it back from another one."""
+    """A thread that runs while it holds the baton. `on_resume` is called whenever it gets it
+    back from another one.
+    """
 
     def __init__(self, name: str, rank: int | None) -> None:
-        self.name, self.rank = name, rank
+        self.name = name
+        self.rank = rank
         self.killed = self.ended = False
         self.waits_for = ""
         self.on_resume: Callable[[], None] | None = None
@@ -55,7 +59,7 @@ class Clock:
         self._strands: list[Strand] = []
         self._stopping = False
 
-    # Events -----------------------------------------------------------------------------------------------------------
+    # Events ---------------------------------------------------------------------------------------
 
     def call(self, at: float, function: Callable[[], None]) -> None:
         """Call a function that never waits, at a time."""
@@ -63,19 +67,27 @@ class Clock:
 
     def _push(self, at: float, what: Callable[[], None] | tuple[Strand, int]) -> None:
         self._number += 1
-        heapq.heappush(self._queue, _Event(max(at, self.now), self._ties.random(), self._number, what))
+        heapq.heappush(
+            self._queue, _Event(max(at, self.now), self._ties.random(), self._number, what)
+        )
 
-    # Strands ----------------------------------------------------------------------------------------------------------
+    # Strands --------------------------------------------------------------------------------------
 
     @property
     def current(self) -> Strand:
         """Who holds the baton."""
         return self._running
 
-    def spawn(self, function: Callable[[], None], *, name: str, rank: int | None, at: float = 0.0) -> Strand:
-        """Start a strand at a time. What it raises ends it, and nothing else: it must keep what matters."""
+    def spawn(
+        self, function: Callable[[], None], *, name: str, rank: int | None, at: float = 0.0
+    ) -> Strand:
+        """Start a strand at a time. What it raises ends it, and nothing else: it must keep what
+        matters.
+        """
         strand = Strand(name, rank)
-        strand.thread = threading.Thread(target=self._live, args=(strand, function), name=name, daemon=True)
+        strand.thread = threading.Thread(
+            target=self._live, args=(strand, function), name=name, daemon=True
+        )
         self._strands.append(strand)
         self._push(at, (strand, strand.ticket))
         strand.thread.start()
@@ -130,7 +142,9 @@ class Clock:
             strand.on_resume()
 
     def _next(self) -> Strand:
-        """Let events happen until one of them is a strand's turn; without events, or at the end, it is the root's."""
+        """Let events happen until one of them is a strand's turn; without events, or at the end,
+        it is the root's.
+        """
         while self._queue and not self._stopping and self.failure is None:
             event = heapq.heappop(self._queue)
             self.now = event.time
@@ -157,10 +171,12 @@ class Clock:
                 strand.ticket += 1
                 self._push(self.now, (strand, strand.ticket))
 
-    # The whole --------------------------------------------------------------------------------------------------------
+    # The whole ------------------------------------------------------------------------------------
 
     def run(self) -> list[Strand]:
-        """Until nothing can happen any more; the strands that still wait then, for something that never comes."""
+        """Until nothing can happen any more; the strands that still wait then, for something
+        that never comes.
+        """
         try:
             self._hand_over(self._next())
         except BaseException:  # an interrupt: the strand that runs stops at its next wait

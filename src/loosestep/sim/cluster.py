@@ -1,8 +1,10 @@
-"""What is simulated: links, compute times, slow and failing ranks. All of it follows from the arguments and the seed.
+"""What is simulated: links, compute times, slow and failing ranks. All of it follows from the
+arguments and the seed.
 
-A message of `b` bytes between two nodes takes `latency + b / bandwidth`; the ranks of a node share its uplink, which
-carries one message after another in each direction, and all nodes share the `backbone` if there is one. Inside a node
-it takes `node_latency + b / node_bandwidth`. A step's computation takes
+A message of `b` bytes between two nodes takes `latency + b / bandwidth`; the ranks of a node share
+its uplink, which carries one message after another in each direction, and all nodes share the
+`backbone` if there is one. Inside a node it takes `node_latency + b / node_bandwidth`. A step's
+computation takes
 
     compute * slow[rank] * jitter factor        the factor: log-normal, mean 1, standard deviation `jitter`
 
@@ -37,10 +39,11 @@ def _nothing() -> Mapping[int, Any]:
 class Cluster:
     """A cluster: `Cluster(bandwidth="10gbit", latency="50us", compute="120ms", slow={3: 10})`.
 
-    `bandwidth`: of every node's uplink, each way; `backbone`: of all traffic between nodes together, None for no limit.
-    `compute`: of one step on every rank, a duration, or seconds of successive steps, repeated; `traces` replaces it for
-    single ranks. `slow`: {rank: factor}. `jitter`: standard deviation of a step's time, as a share of it. `failures`
-    and `joins`: {rank: time} at which a rank is killed or starts.
+    `bandwidth`: of every node's uplink, each way; `backbone`: of all traffic between nodes
+    together, None for no limit. `compute`: of one step on every rank, a duration, or seconds of
+    successive steps, repeated; `traces` replaces it for single ranks. `slow`: {rank: factor}.
+    `jitter`: standard deviation of a step's time, as a share of it. `failures` and `joins`: {rank:
+    time} at which a rank is killed or starts.
     """
 
     bandwidth: str = "10gbit"
@@ -58,14 +61,20 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("traces", "slow", "failures", "joins"):
-            object.__setattr__(self, name, MappingProxyType(dict(_by_rank(name, getattr(self, name)))))
+            object.__setattr__(
+                self, name, MappingProxyType(dict(_by_rank(name, getattr(self, name))))
+            )
         for rank, factor in self.slow.items():
             if not isinstance(factor, int | float) or not 0 < factor < inf:
                 raise ValueError(
-                    f"slow={{{rank}: {factor!r}}}: expected a positive factor, such as 10 for ten times slower"
+                    f"slow={{{rank}: {factor!r}}}: expected a positive factor, such as 10 for ten "
+                    "times slower"
                 )
         if not 0 <= self.jitter < inf:
-            raise ValueError(f"jitter must be at least 0, a share of the step's time such as 0.1, got {self.jitter!r}")
+            raise ValueError(
+                "jitter must be at least 0, a share of the step's time such as 0.1, got "
+                f"{self.jitter!r}"
+            )
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}")
         _ = self.bytes_per_second, self.node_bytes_per_second, self.backbone_bytes_per_second
@@ -74,10 +83,11 @@ class Cluster:
             self.step_seconds(rank, 0)
         if not self._seconds("compute", self.compute):
             raise ValueError(
-                f"compute must be a duration such as 120ms, or seconds of several steps, got {self.compute!r}"
+                "compute must be a duration such as 120ms, or seconds of several steps, got "
+                f"{self.compute!r}"
             )
 
-    # Links ------------------------------------------------------------------------------------------------------------
+    # Links ----------------------------------------------------------------------------------------
 
     @cached_property
     def bytes_per_second(self) -> float:
@@ -104,7 +114,7 @@ class Cluster:
         """Between two ranks of a node, one way."""
         return _duration("node_latency", self.node_latency)
 
-    # Computation ------------------------------------------------------------------------------------------------------
+    # Computation ----------------------------------------------------------------------------------
 
     def steps(self, rank: int) -> Iterator[float]:
         """Seconds of this rank's steps, one after another, for ever."""
@@ -112,7 +122,10 @@ class Cluster:
         factor = self.slow.get(rank, 1.0)
         if not self.jitter:
             return (factor * seconds for seconds in times)
-        return (factor * seconds * noise for seconds, noise in zip(times, self._noise(rank), strict=False))
+        return (
+            factor * seconds * noise
+            for seconds, noise in zip(times, self._noise(rank), strict=False)
+        )
 
     def durations(self, rank: int, steps: int) -> NDArray[np.float64]:
         """The first so many of `steps(rank)`."""
@@ -134,10 +147,13 @@ class Cluster:
             return [_duration(name, given)]
         times = [float(seconds) for seconds in given]
         if not times or any(not isfinite(seconds) or seconds < 0 for seconds in times):
-            raise ValueError(f"{name} must be a duration such as 120ms, or seconds of several steps, got {given!r}")
+            raise ValueError(
+                f"{name} must be a duration such as 120ms, or seconds of several steps, got "
+                f"{given!r}"
+            )
         return times
 
-    # Life and death ---------------------------------------------------------------------------------------------------
+    # Life and death -------------------------------------------------------------------------------
 
     @cached_property
     def deaths(self) -> dict[int, float]:
@@ -155,13 +171,18 @@ class Cluster:
             strangers = sorted(rank for rank in getattr(self, name) if rank >= topology.world)
             if strangers:
                 raise ValueError(
-                    f"{name} names rank {strangers[0]}, but there are only ranks 0 to {topology.world - 1}"
+                    f"{name} names rank {strangers[0]}, but there are only ranks 0 to "
+                    f"{topology.world - 1}"
                 )
 
 
 def _by_rank(name: str, given: Any) -> Mapping[int, Any]:
-    if not isinstance(given, Mapping) or any(isinstance(r, bool) or not isinstance(r, int) or r < 0 for r in given):
-        raise ValueError(f"{name} must be a dict whose keys are ranks, such as {{3: ...}}, got {given!r}")
+    if not isinstance(given, Mapping) or any(
+        isinstance(r, bool) or not isinstance(r, int) or r < 0 for r in given
+    ):
+        raise ValueError(
+            f"{name} must be a dict whose keys are ranks, such as {{3: ...}}, got {given!r}"
+        )
     return given
 
 

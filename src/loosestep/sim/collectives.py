@@ -1,8 +1,10 @@
-"""Communication between virtual ranks: the real `Collective`, on channels, threads and heartbeats of a virtual clock.
+"""Communication between virtual ranks: the real `Collective`, on channels, threads and heartbeats
+of a virtual clock.
 
-Only what touches the outside is replaced: a channel's operations become meetings on a stage, whose results are made of
-everybody's tensors in rank order as on real processes, and whose ends follow from the links. What is built on top
-(rounds, joins, lanes, sums) is the same code, so results are bit for bit those of real processes.
+Only what touches the outside is replaced: a channel's operations become meetings on a stage, whose
+results are made of everybody's tensors in rank order as on real processes, and whose ends follow
+from the links. What is built on top (rounds, joins, lanes, sums) is the same code, so results are
+bit for bit those of real processes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ Tensors = list[torch.Tensor]
 
 
 class Meetings:
-    """Where ranks leave something for each other and go on when everybody has, and the links have carried it."""
+    """Where ranks leave something for each other and go on when everybody has, and the links
+    have carried it.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -47,7 +51,9 @@ class Meetings:
         pulse: VirtualPulse | None,
         timeout: float | None = None,
     ) -> Any:
-        """What `combine` makes of everybody's values, once; None when somebody has not come within `timeout`."""
+        """What `combine` makes of everybody's values, once; None when somebody has not come
+        within `timeout`.
+        """
         values, gate, result = self._open.setdefault(key, ({}, Gate(self.clock), []))
         values[index] = value
         if len(values) == size:
@@ -68,17 +74,28 @@ class Meetings:
 
 
 class VirtualPulse(Pulse):
-    """Who is lost, as heartbeats would tell: a fault is heard an interval after it was said, a death four after it."""
+    """Who is lost, as heartbeats would tell: a fault is heard an interval after it was said, a
+    death four after it.
+    """
 
     def __init__(
-        self, clock: Clock, rank: int, *, world: dict[int, VirtualPulse], deadline: float, names: Sequence[int]
+        self,
+        clock: Clock,
+        rank: int,
+        *,
+        world: dict[int, VirtualPulse],
+        deadline: float,
+        names: Sequence[int],
     ) -> None:
-        self.rank, self.deadline, self.names = rank, deadline, names
+        self.rank = rank
+        self.deadline = deadline
+        self.names = names
         self.interval = min(1.0, deadline / 10)
         self.step = 0
         self.fault: CommError | None = None
         self.left = False
-        self._clock, self._peers = clock, world
+        self._clock = clock
+        self._peers = world
         self._watching: list[Strand] = []
         world[rank] = self
 
@@ -118,7 +135,9 @@ class VirtualPulse(Pulse):
         """Tell the others why this rank ends."""
         if not self.left:
             self.left = True
-            self._tell(self.names[self.rank] if culprit is None else culprit, reason, after=self.interval)
+            self._tell(
+                self.names[self.rank] if culprit is None else culprit, reason, after=self.interval
+            )
 
     def die(self) -> None:
         """Killed: the others find out by themselves."""
@@ -160,13 +179,16 @@ class VirtualStream(Stream):
     """A communication thread that is a strand, started when it gets its first task."""
 
     def __init__(self, clock: Clock, rank: int, name: str) -> None:
-        self._clock, self._rank, self._name = clock, rank, name
+        self._clock = clock
+        self._rank = rank
+        self._name = name
         self._queued: deque[tuple[Callable[[], Any], Pending[Any]]] = deque()
         self._error: BaseException | None = None
         self._last: Pending[Any] | None = None
         self._closed = False
         self._strand: Strand | None = None
-        self._news, self._over = Gate(clock), Gate(clock)
+        self._news = Gate(clock)
+        self._over = Gate(clock)
 
     def submit(self, task: Callable[[], T]) -> Pending[T]:
         """Queue a task."""
@@ -178,7 +200,9 @@ class VirtualStream(Stream):
         self._queued.append((task, pending))
         if self._strand is None:
             name = f"{self._name} of rank {self._rank}"
-            self._strand = self._clock.spawn(self._live, name=name, rank=self._rank, at=self._clock.now)
+            self._strand = self._clock.spawn(
+                self._live, name=name, rank=self._rank, at=self._clock.now
+            )
         self._news.open()
         return pending
 
@@ -188,9 +212,14 @@ class VirtualStream(Stream):
 
     def close(self, timeout: float) -> bool:
         """Finish what is queued and end."""
-        self._closed, self._last = True, None
+        self._closed = True
+        self._last = None
         self._news.open()
-        return self._strand is None or self._strand.ended or self._over.wait(timeout, why="a stream's end")
+        return (
+            self._strand is None
+            or self._strand.ended
+            or self._over.wait(timeout, why="a stream's end")
+        )
 
     def _live(self) -> None:
         while self._queued or not self._closed:
@@ -219,7 +248,9 @@ class _Capacity(Slots):
 
 
 class VirtualChannel(Channel):
-    """A group of virtual ranks. Large means are made once and shared: whoever gets one only reads it."""
+    """A group of virtual ranks. Large means are made once and shared: whoever gets one only
+    reads it.
+    """
 
     def __init__(
         self,
@@ -234,14 +265,19 @@ class VirtualChannel(Channel):
         pulse: VirtualPulse | None,
     ) -> None:
         super().__init__(ranks, rank, name="", store=None, pulse=None, nodes=nodes)
-        self._key, self._count_of_meetings = key, 0
-        self._meetings, self._links, self._virtual_pulse = meetings, links, pulse
+        self._key = key
+        self._count_of_meetings = 0
+        self._meetings = meetings
+        self._links = links
+        self._virtual_pulse = pulse
         self._home = [home[r] for r in ranks]
         self._flows: dict[Pattern, Flow] = {}
         if self.size > 1 and self._strangers == 0:
             self._slots = _Capacity(self.size)
 
-    def mean(self, values: torch.Tensor, weights: Sequence[int] | None, divisor: int) -> torch.Tensor:
+    def mean(
+        self, values: torch.Tensor, weights: Sequence[int] | None, divisor: int
+    ) -> torch.Tensor:
         """As on real processes, with one meeting for the all-to-all and the all-gather."""
         if self.size == 1:
             return super().mean(values, weights, divisor)
@@ -264,18 +300,24 @@ class VirtualChannel(Channel):
         mine = torch.empty_like(parcel.flat)
         parcel.pack(mine)
         self._count(mine, 1, between=0)
-        parcel.unpack(self._meet(mine, list, ("memory", mine.numel() * mine.element_size())), divisor)
+        parcel.unpack(
+            self._meet(mine, list, ("memory", mine.numel() * mine.element_size())), divisor
+        )
 
     def _put(self, values: torch.Tensor) -> Tensors:
         self._count(values, 1, between=0)
         shown: Tensors = self._meet(
-            values, lambda all_: [v.clone() for v in all_], ("memory", values.numel() * values.element_size())
+            values,
+            lambda all_: [v.clone() for v in all_],
+            ("memory", values.numel() * values.element_size()),
         )
         return shown
 
     def _add_pair(self, values: torch.Tensor) -> None:
         self._count(values, 1, between=self._strangers)
-        values.copy_(self._meet(values, ordered_sum, ("pair", values.numel() * values.element_size())))
+        values.copy_(
+            self._meet(values, ordered_sum, ("pair", values.numel() * values.element_size()))
+        )
 
     def tell(self, *numbers: float) -> list[tuple[float, ...]]:
         """Everybody's few numbers; inside a node they ride on a meeting."""
@@ -289,7 +331,9 @@ class VirtualChannel(Channel):
         if self.size == 1:
             return super().gather(mine)
         self._count(mine, self.size - 1, between=self._right_is_stranger * (self.size - 1))
-        stacked: torch.Tensor = self._meet(mine, torch.stack, ("ring", mine.numel() * mine.element_size()))
+        stacked: torch.Tensor = self._meet(
+            mine, torch.stack, ("ring", mine.numel() * mine.element_size())
+        )
         return stacked
 
     def swap(self, chunks: torch.Tensor) -> torch.Tensor:
@@ -297,7 +341,9 @@ class VirtualChannel(Channel):
         if self.size == 1:
             return super().swap(chunks)
         self._count(chunks[0], self.size - 1, between=self._strangers)
-        stacked: torch.Tensor = self._meet(chunks, torch.stack, ("swap", chunks.numel() * chunks.element_size()))
+        stacked: torch.Tensor = self._meet(
+            chunks, torch.stack, ("swap", chunks.numel() * chunks.element_size())
+        )
         return stacked[:, self.index]
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
@@ -319,7 +365,9 @@ class VirtualChannel(Channel):
         """Nothing to release."""
         self._slots = None
 
-    def _meet(self, value: Any, combine: Callable[[list[Any]], Any], *steps: tuple[Pattern, float]) -> Any:
+    def _meet(
+        self, value: Any, combine: Callable[[list[Any]], Any], *steps: tuple[Pattern, float]
+    ) -> Any:
         self._count_of_meetings += 1
 
         def ends(now: float) -> float:

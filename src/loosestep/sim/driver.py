@@ -20,16 +20,20 @@ from loosestep.sim.generators import Generators
 from loosestep.sim.world import Moment, Stage
 from loosestep.topology import Topology
 
-MANY = 16  # ranks: with more, torch computes on one processor, for every rank's thread would get helpers of its own
+# ranks: with more, torch computes on one processor, for every rank's thread would get helpers of
+# its own
+MANY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What happened. `results`: what the training function returned on each rank, None for a rank that was killed.
+    """What happened. `results`: what the training function returned on each rank, None for a rank
+    that was killed.
 
-    `seconds`: virtual, until the last rank ended. `gradients_per_second`: steps of all ranks over that time.
-    `waiting_share`: the part of the ranks' time that they waited for others. `distance`: the last consensus distance that
-    a rank knew of. `lost`: {rank: time} of those that were killed. `events`: everything that ranks logged, in order.
+    `seconds`: virtual, until the last rank ended. `gradients_per_second`: steps of all ranks over
+    that time. `waiting_share`: the part of the ranks' time that they waited for others. `distance`:
+    the last consensus distance that a rank knew of. `lost`: {rank: time} of those that were killed.
+    `events`: everything that ranks logged, in order.
     """
 
     ranks: int
@@ -72,20 +76,24 @@ def simulate(
     cluster: Cluster | None = None,
     topology: Topology | None = None,
 ) -> Simulation:
-    """Run `train(rank)` (or `train()`) on `ranks` virtual ranks in this process, on a virtual clock.
+    """Run `train(rank)` (or `train()`) on `ranks` virtual ranks in this process, on a virtual
+    clock.
 
-    `train` is an ordinary training function that calls `loosestep.attach`, unmodified: gradients are computed, exchanged
-    and folded by the same code as on real processes. Time is that of the cluster: every optimizer step of an attached
-    model takes `cluster.compute`, messages take what its links need, everything else nothing. Every rank has its own
-    random generators (torch, numpy, random), grad mode and autocast; other globals of the process are shared.
-    An error in `train` ends its rank as it would end a process, and is raised here when all is over.
+    `train` is an ordinary training function that calls `loosestep.attach`, unmodified: gradients
+    are computed, exchanged and folded by the same code as on real processes. Time is that of the
+    cluster: every optimizer step of an attached model takes `cluster.compute`, messages take what
+    its links need, everything else nothing. Every rank has its own random generators (torch, numpy,
+    random), grad mode and autocast; other globals of the process are shared. An error in `train`
+    ends its rank as it would end a process, and is raised here when all is over.
     """
     if topology is None:
         topology = _grid(ranks, ranks_per_node)
     elif topology.world != ranks:
         raise ValueError(f"the topology names {topology.world} ranks, got ranks={ranks}")
     if simulated.get() is not None:
-        raise RuntimeError("simulate() was called by a virtual rank; a simulation cannot run inside another")
+        raise RuntimeError(
+            "simulate() was called by a virtual rank; a simulation cannot run inside another"
+        )
     cluster = cluster or Cluster()
     cluster.check(topology)
     return _Driver(_with_rank(train), cluster, topology).run()
@@ -93,7 +101,9 @@ def simulate(
 
 class _Driver:
     def __init__(self, train: Callable[[int], Any], cluster: Cluster, topology: Topology) -> None:
-        self._train, self._cluster, self._topology = train, cluster, topology
+        self._train = train
+        self._cluster = cluster
+        self._topology = topology
         self._stage = Stage(cluster, topology)
         self._generators = Generators(cluster.seed)
         self._results: list[Any] = [None] * topology.world
@@ -119,21 +129,27 @@ class _Driver:
         if self._errors:
             rank, error = self._errors[0]
             if sys.version_info >= (3, 11):
-                error.add_note(f"on virtual rank {rank}, after {self._stage.ended[rank]:g} virtual seconds")
+                error.add_note(
+                    f"on virtual rank {rank}, after {self._stage.ended[rank]:g} virtual seconds"
+                )
             raise error
         waiting = [strand for strand in stuck if strand.rank not in self._stage.ended]
         if waiting:
-            where = "; ".join(f"{strand.name} waits for {strand.waits_for}" for strand in waiting[:4])
+            where = "; ".join(
+                f"{strand.name} waits for {strand.waits_for}" for strand in waiting[:4]
+            )
             raise RuntimeError(
-                f"nothing can happen any more after {clock.now:g} virtual seconds, but {len(waiting)} strands wait: {where}. "
-                "In collective strategies all ranks call consensus() and finish() equally often"
+                f"nothing can happen any more after {clock.now:g} virtual seconds, but "
+                f"{len(waiting)} strands wait: {where}. In collective strategies all ranks call "
+                "consensus() and finish() equally often"
             )
         return self._summary()
 
     def _live(self, rank: int) -> None:
         simulated.set(lambda topology, deadline: self._stage.open(rank, topology, deadline))
         reason = f"rank {rank} ended without run.finish()"
-        # On an accelerator backward would run on one thread for all ranks, and its callbacks could not wait there.
+        # On an accelerator backward would run on one thread for all ranks, and its callbacks could
+        # not wait there.
         torch.autograd.set_multithreading_enabled(False)
         try:
             self._results[rank] = self._train(rank)
@@ -161,7 +177,8 @@ class _Driver:
             lost=dict(stage.lost),
             waiting_share=sum(total.wait_seconds for total in totals) / lived if lived else 0.0,
             bytes_sent=sum(total.bytes_sent for total in totals) + stage.links.sent,
-            bytes_between_nodes=sum(total.bytes_between_nodes for total in totals) + stage.links.sent_between_nodes,
+            bytes_between_nodes=sum(total.bytes_between_nodes for total in totals)
+            + stage.links.sent_between_nodes,
             distance=distances[-1] if distances else 0.0,
             events=list(stage.events),
         )
@@ -173,7 +190,8 @@ def _grid(ranks: int, ranks_per_node: int) -> Topology:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     if ranks % ranks_per_node:
         raise ValueError(
-            f"{ranks} ranks do not fill nodes of {ranks_per_node}; pass topology=Topology([[...], ...]) for uneven nodes"
+            f"{ranks} ranks do not fill nodes of {ranks_per_node}; pass topology=Topology([[...], "
+            "...]) for uneven nodes"
         )
     return Topology.grid(ranks // ranks_per_node, ranks_per_node)
 
@@ -181,7 +199,9 @@ def _grid(ranks: int, ranks_per_node: int) -> Topology:
 def _with_rank(train: Callable[..., Any]) -> Callable[[int], Any]:
     """`train` with one argument, the rank, or without any."""
     if not callable(train):
-        raise TypeError(f"simulate needs a training function train(rank), got {type(train).__name__}")
+        raise TypeError(
+            f"simulate needs a training function train(rank), got {type(train).__name__}"
+        )
     try:
         inspect.signature(train).bind(0)
     except TypeError:
@@ -191,8 +211,18 @@ def _with_rank(train: Callable[..., Any]) -> Callable[[int], Any]:
 
 
 # By the last two also what was imported by name before.
-REAL = ("init_process_group", "get_rank", "get_world_size", "barrier", "all_reduce", "broadcast", "all_gather",
-        "new_group", "_get_default_group", "_new_process_group_helper")  # fmt: skip
+REAL = (
+    "init_process_group",
+    "get_rank",
+    "get_world_size",
+    "barrier",
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "new_group",
+    "_get_default_group",
+    "_new_process_group_helper",
+)
 
 
 @contextmanager
@@ -206,8 +236,9 @@ def no_real_distributed() -> Iterator[None]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if simulated.get() is not None:
                 raise RuntimeError(
-                    "the training function uses torch.distributed itself, whose processes a simulated rank does not have; use "
-                    f"the rank that train(rank) gets, run.rank and run.topology, and loosestep.attach for averages ({name})"
+                    "the training function uses torch.distributed itself, whose processes a "
+                    "simulated rank does not have; use the rank that train(rank) gets, run.rank "
+                    f"and run.topology, and loosestep.attach for averages ({name})"
                 )
             return kept[name](*args, **kwargs)
 

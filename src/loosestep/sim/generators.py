@@ -1,7 +1,8 @@
-"""Random generators per virtual rank: torch's, numpy's and Python's own are one per process, so they change hands.
+"""Random generators per virtual rank: torch's, numpy's and Python's own are one per process, so
+they change hands.
 
-A rank starts as a new process would: torch with its default seed; numpy and Python, which a process would seed from the
-operating system, from (seed, rank).
+A rank starts as a new process would: torch with its default seed; numpy and Python, which a process
+would seed from the operating system, from (seed, rank).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class _Kept:
 
 
 class Generators:
-    """Who owns the process's generators, and what the others left off with. `give_back()` at the end."""
+    """Who owns the process's generators, and what the others left off with. `give_back()` at the
+    end.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -58,4 +61,8 @@ class Generators:
 
 
 def _cuda_states() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return (
+        torch.cuda.get_rng_state_all()
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else []
+    )

@@ -3,7 +3,8 @@
     a message     leaves when the sender's uplink is free, arrives when the receiver's has taken it, plus the latency
     a collective  every uplink carries its share of the bytes after what it carries already; the last one ends it
 
-An uplink carries as much in each direction at the same time. Messages inside a node do not touch it.
+An uplink carries as much in each direction at the same time. Messages inside a node do not touch
+it.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ class Links:
         self._out = [0.0] * len(topology.nodes)
         self._in = [0.0] * len(topology.nodes)
         self._backbone = 0.0
-        self.sent = self.sent_between_nodes = 0  # bytes of messages; collectives are counted by who takes part
+        # bytes of messages; collectives are counted by who takes part
+        self.sent = self.sent_between_nodes = 0
 
     def send(self, now: float, source: int, dest: int, size: int) -> float:
         """When a message of `size` bytes arrives."""
-        cluster, a, b = self._cluster, self._node[source], self._node[dest]
+        cluster = self._cluster
+        a = self._node[source]
+        b = self._node[dest]
         self.sent += size
         if a == b:
             return now + cluster.node_latency_seconds + size / cluster.node_bytes_per_second
@@ -68,7 +72,11 @@ class Links:
             takes = sum(flow.out.values()) * size / cluster.backbone_bytes_per_second
             self._backbone = max(now, self._backbone) + takes
             end = max(end, self._backbone)
-        return end + flow.hops * cluster.latency_seconds + flow.node_hops * cluster.node_latency_seconds
+        return (
+            end
+            + flow.hops * cluster.latency_seconds
+            + flow.node_hops * cluster.node_latency_seconds
+        )
 
     def flow(self, ranks: Sequence[int], pattern: Pattern) -> Flow:
         """How the bytes of a collective travel; see `flow_among`."""
@@ -76,8 +84,10 @@ class Links:
 
 
 def flow_among(nodes: Sequence[int], pattern: Pattern) -> Flow:
-    """Among ranks on these nodes: "ring" hands every rank's bytes around all others, "swap" sends an equal part of them to
-    each other rank, "pair" sums two ranks' vectors, "tree" is one rank's bytes to all, "memory" shows them to the node."""
+    """Among ranks on these nodes: "ring" hands every rank's bytes around all others, "swap" sends
+    an equal part of them to each other rank, "pair" sums two ranks' vectors, "tree" is one rank's
+    bytes to all, "memory" shows them to the node.
+    """
     n = len(nodes)
     spread = len(set(nodes)) > 1
     if n == 1:
@@ -94,7 +104,9 @@ def flow_among(nodes: Sequence[int], pattern: Pattern) -> Flow:
         inside = (max(per_node.values()) - 1) / n
         return Flow(out, inside, float(spread), float(not spread))
     steps = n - 1 if pattern == "ring" else 1
-    leaving = Counter(node for node, right in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if node != right)
+    leaving = Counter(
+        node for node, right in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if node != right
+    )
     out = {node: float(steps * count) for node, count in leaving.items()}
     inside = float(steps) if len(set(nodes)) < n else 0.0
     hops = 2 if pattern == "pair" else steps

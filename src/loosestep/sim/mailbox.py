@@ -1,8 +1,9 @@
-"""A mailbox on the virtual clock: the real shadow and the real protocol of an edge, letters instead of sockets.
+"""A mailbox on the virtual clock: the real shadow and the real protocol of an edge, letters instead
+of sockets.
 
-No thread: a letter is an event, so a learner answers while it computes, as a communication thread would. Nothing is lost
-or doubled. Beats and membership are not letters here: who is gone is known `NOTICED` seconds after its death, how many
-steps the others have made at once.
+No thread: a letter is an event, so a learner answers while it computes, as a communication thread
+would. Nothing is lost or doubled. Beats and membership are not letters here: who is gone is known
+`NOTICED` seconds after its death, how many steps the others have made at once.
 """
 
 from __future__ import annotations
@@ -54,21 +55,28 @@ class Post:
     """Carries letters between the mailboxes of some ranks, and knows who is there."""
 
     def __init__(self, clock: Clock, links: Links) -> None:
-        self.clock, self._links = clock, links
+        self.clock = clock
+        self._links = links
         self.boxes: dict[int, VirtualMailbox] = {}
         self.lost: set[int] = set()
         self._steps = 0
 
     def distance(self) -> float | None:
-        """After every `SAMPLED` steps of everybody: the root mean square distance of the shadows to their mean."""
+        """After every `SAMPLED` steps of everybody: the root mean square distance of the shadows
+        to their mean.
+        """
         self._steps += 1
         if self._steps % (SAMPLED * len(self.boxes)):
             return None
         values = np.stack([box.shadow.flat() for box in self.present()])
         return float(np.sqrt(np.square(values - values.mean(0)).sum(1).mean()))
 
-    def send(self, source: int, dest: int, size: int, deliver: Callable[[VirtualMailbox], None]) -> None:
-        """Have something done at a peer when a letter of so many bytes has arrived there, if both still live."""
+    def send(
+        self, source: int, dest: int, size: int, deliver: Callable[[VirtualMailbox], None]
+    ) -> None:
+        """Have something done at a peer when a letter of so many bytes has arrived there, if
+        both still live.
+        """
 
         def arrive() -> None:
             box = self.boxes.get(dest)
@@ -78,7 +86,9 @@ class Post:
         self.clock.call(self._links.send(self.clock.now, source, dest, size), arrive)
 
     def lose(self, rank: int) -> None:
-        """A rank has died with its mailbox open: it answers nobody any more; its peers notice a little later."""
+        """A rank has died with its mailbox open: it answers nobody any more; its peers notice a
+        little later.
+        """
         if rank in self.boxes and not self.boxes[rank].closed and rank not in self.lost:
             self.lost.add(rank)
             self.clock.call(self.clock.now + NOTICED, lambda: self._notice(rank))
@@ -93,7 +103,9 @@ class Post:
         return [self.boxes[rank] for rank in sorted(self.boxes) if rank not in self.lost]
 
     def settle(self) -> None:
-        """When everybody is done and nothing is in the air: all become the mean of all, in rank order."""
+        """When everybody is done and nothing is in the air: all become the mean of all, in rank
+        order.
+        """
         boxes = [box for box in self.present() if not box.closed]
         if not boxes or not all(box.drained for box in boxes):
             return
@@ -107,7 +119,12 @@ class Post:
             waited_for.discard(box.rank)
             if not waited_for:
                 for other in boxes:
-                    self.send(first.rank, other.rank, first.letter_bytes, lambda there: there.receive_result(result))
+                    self.send(
+                        first.rank,
+                        other.rank,
+                        first.letter_bytes,
+                        lambda there: there.receive_result(result),
+                    )
 
         for box in boxes:
             self.send(box.rank, first.rank, first.letter_bytes, partial(collected, box))
@@ -128,13 +145,22 @@ class VirtualMailbox(Mailbox):
         gradients: int = 1,
         **_: Any,
     ) -> None:
-        self.rank, self.world = rank, tuple(members)
+        self.rank = rank
+        self.world = tuple(members)
         self.peers = [peer for peer in members if peer != rank]
-        chunk_bytes, window = in_flight(sum(p.numel() * max(4, p.element_size()) for p in params), len(self.peers))
+        chunk_bytes, window = in_flight(
+            sum(p.numel() * max(4, p.element_size()) for p in params), len(self.peers)
+        )
         self.shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=False)
         self.letter_bytes = HEADER_BYTES + self.shadow.size * self.shadow.dtype.itemsize
-        self.steps, self.closed, self.done, self.per_step = 0, False, False, gradients
-        self._post, self._window, self._emit, self._deadline = post, window, emit, deadline
+        self.steps = 0
+        self.closed = False
+        self.done = False
+        self.per_step = gradients
+        self._post = post
+        self._window = window
+        self._emit = emit
+        self._deadline = deadline
         self._edges: dict[int, Edge] = {}
         self._transfers: dict[int, Transfer] = {}
         self._alive = set(self.peers)
@@ -151,7 +177,9 @@ class VirtualMailbox(Mailbox):
     def exchange(self, peer: int, weight: float = 0.5) -> Pending:
         """Average the shadow with the peer's; never waits."""
         if peer not in self.peers:
-            raise ValueError(f"rank {peer} is not a peer of rank {self.rank}; the peers are {self.peers}")
+            raise ValueError(
+                f"rank {peer} is not a peer of rank {self.rank}; the peers are {self.peers}"
+            )
         flying = self._transfers.get(peer)
         if flying is not None:
             return flying.pending
@@ -159,11 +187,15 @@ class VirtualMailbox(Mailbox):
         if peer not in self._alive:
             pending.finish("skipped")
             return pending
-        self._transfers[peer] = Transfer(pending, weight, list(range(self.shadow.chunks - 1, -1, -1)))
+        self._transfers[peer] = Transfer(
+            pending, weight, list(range(self.shadow.chunks - 1, -1, -1))
+        )
         self._pump(peer)
         return pending
 
-    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:
+    def boundary(
+        self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None
+    ) -> Fold:
         """A step was made: y += u; x <- y."""
         self.steps += 1
         self.shadow.steps += 1
@@ -183,8 +215,12 @@ class VirtualMailbox(Mailbox):
         """Every boundary does it."""
         return Fold(skipped=True)
 
-    def lockstep_round(self, number: int, neighbours: dict[int, float], timeout: float = 60.0) -> None:
-        """y <- y + sum_j w_j (y_j - y), all values taken from the start of this round on every rank."""
+    def lockstep_round(
+        self, number: int, neighbours: dict[int, float], timeout: float = 60.0
+    ) -> None:
+        """y <- y + sum_j w_j (y_j - y), all values taken from the start of this round on every
+        rank.
+        """
         start = self._rounds[number] = self.shadow.flat()
         for old in [r for r in self._rounds if r <= number - KEPT_ROUNDS]:
             del self._rounds[old]
@@ -192,7 +228,9 @@ class VirtualMailbox(Mailbox):
             self._answer_round(peer, number)
         values = self._fetch(set(neighbours), lambda box: box.ask_round(self.rank, number), timeout)
         if set(neighbours) - values.keys():
-            raise ConnectionError(f"lockstep round {number} with ranks {sorted(neighbours)} was interrupted")
+            raise ConnectionError(
+                f"lockstep round {number} with ranks {sorted(neighbours)} was interrupted"
+            )
         for chunk in range(self.shadow.chunks):
             mine = self.shadow.slice(chunk, start)
             for rank in sorted(values):
@@ -228,7 +266,13 @@ class VirtualMailbox(Mailbox):
     @property
     def consensus_distance(self) -> float:
         """From the differences exchanges saw."""
-        return spread([edge.square for peer, edge in self._edges.items() if edge.applied and peer not in self._dead])
+        return spread(
+            [
+                edge.square
+                for peer, edge in self._edges.items()
+                if edge.applied and peer not in self._dead
+            ]
+        )
 
     # ---- the average model
 
@@ -238,7 +282,9 @@ class VirtualMailbox(Mailbox):
         return mean_of(self.shadow, {**values, self.rank: self.shadow.flat()})
 
     def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
-        """Wait until every live rank has finished too, answering meanwhile; then all hold the mean."""
+        """Wait until every live rank has finished too, answering meanwhile; then all hold the
+        mean.
+        """
         self.shadow.boundary(params)
         self.done = True
         for peer in list(self._transfers):
@@ -266,7 +312,13 @@ class VirtualMailbox(Mailbox):
     def counters(self) -> dict[str, Any]:
         """As of a real mailbox; computation for communication takes no virtual time."""
         counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "exchanges", "chunks", "folds"), 0)
-        return {**counted, **self._counters, "fold_seconds": 0.0, "fold_cpu_seconds": 0.0, "rejected": {}}
+        return {
+            **counted,
+            **self._counters,
+            "fold_seconds": 0.0,
+            "fold_cpu_seconds": 0.0,
+            "rejected": {},
+        }
 
     def cpu_seconds(self) -> float:
         return 0.0
@@ -321,7 +373,9 @@ class VirtualMailbox(Mailbox):
 
     _waiting: tuple[set[int], dict[int, Array], Gate] | None = None
 
-    def _fetch(self, ranks: set[int], ask: Callable[[VirtualMailbox], None], timeout: float | None) -> dict[int, Array]:
+    def _fetch(
+        self, ranks: set[int], ask: Callable[[VirtualMailbox], None], timeout: float | None
+    ) -> dict[int, Array]:
         """Ask the peers for a vector and wait for all that live."""
         values: dict[int, Array] = {}
         gate = Gate(self._post.clock)
@@ -329,7 +383,9 @@ class VirtualMailbox(Mailbox):
         for peer in sorted(ranks):
             self._send(peer, HEADER_BYTES, ask)
         if ranks and not gate.wait(timeout, why=f"vectors of ranks {sorted(ranks)}"):
-            raise TimeoutError(f"no answer within {timeout} s from rank(s) {sorted(ranks - values.keys())}")
+            raise TimeoutError(
+                f"no answer within {timeout} s from rank(s) {sorted(ranks - values.keys())}"
+            )
         self._waiting = None
         return values
 
@@ -414,5 +470,7 @@ def mean_of(shadow: Shadow, values: dict[int, Array]) -> Array:
     """The mean in rank order, chunk by chunk as everywhere."""
     out = np.empty(shadow.size, dtype=shadow.dtype)
     for chunk in range(shadow.chunks):
-        average(shadow, chunk, {rank: shadow.slice(chunk, value) for rank, value in values.items()}, out)
+        average(
+            shadow, chunk, {rank: shadow.slice(chunk, value) for rank, value in values.items()}, out
+        )
     return out

@@ -1,4 +1,6 @@
-"""A replay on virtual ranks: what threads and a store are to real processes, on the virtual clock."""
+"""A replay on virtual ranks: what threads and a store are to real processes, on the virtual
+clock.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class VirtualCondition:
 
     def notify_all(self) -> None:
         """Let everybody look again."""
-        gates, self._gates = self._gates, []
+        gates = self._gates
+        self._gates = []
         for gate in gates:
             gate.open()
 
@@ -64,7 +67,8 @@ class Shelf:
 
     def look_again(self) -> None:
         """Something has changed that concerns all who wait."""
-        gates, self.gates = self.gates, {}
+        gates = self.gates
+        self.gates = {}
         for gate in gates.values():
             gate.open()
 
@@ -73,7 +77,8 @@ class VirtualValues:
     """One virtual rank's way to the shelf."""
 
     def __init__(self, shelf: Shelf, rank: int) -> None:
-        self._shelf, self._rank = shelf, rank
+        self._shelf = shelf
+        self._rank = rank
 
     def put(self, name: str, value: Array) -> None:
         """Leave a copy for the one who will take it."""

@@ -41,8 +41,11 @@ class Moment(NamedTuple):
 class Notes:
     """A store for the ranks of a simulation; reading and writing take no time."""
 
-    def __init__(self, clock: Clock, prefix: str = "", notes: dict[str, bytes] | None = None) -> None:
-        self._clock, self._prefix = clock, prefix
+    def __init__(
+        self, clock: Clock, prefix: str = "", notes: dict[str, bytes] | None = None
+    ) -> None:
+        self._clock = clock
+        self._prefix = prefix
         self._notes: dict[str, bytes] = {} if notes is None else notes
 
     def under(self, prefix: str) -> Notes:
@@ -74,7 +77,8 @@ class Actor:
     """One virtual rank: its computation, and what it is attached to."""
 
     def __init__(self, rank: int, clock: Clock, cluster: Cluster) -> None:
-        self.rank, self._clock = rank, clock
+        self.rank = rank
+        self._clock = clock
         self.attachments = count()
         self.traces: list[Trace] = []
         self._durations = cluster.steps(rank)
@@ -84,10 +88,12 @@ class Actor:
     def worked(self, backward: float, *, whole_step: bool) -> None:
         """Let the time pass until so much of this step's backward is done."""
         if self._began is None:
-            self._began, self._duration = self._clock.now, next(self._durations)
+            self._began = self._clock.now
+            self._duration = next(self._durations)
         until = self._began + (FORWARD + (1 - FORWARD) * backward) * self._duration
         if whole_step:
-            until, self._began = self._began + self._duration, None
+            until = self._began + self._duration
+            self._began = None
         self._clock.sleep(until - self._clock.now)
 
 
@@ -95,7 +101,8 @@ class Stage:
     """The clock, the links and what the ranks leave for each other."""
 
     def __init__(self, cluster: Cluster, topology: Topology) -> None:
-        self.cluster, self.topology = cluster, topology
+        self.cluster = cluster
+        self.topology = topology
         self.clock = Clock(cluster.seed)
         self.links = Links(cluster, topology)
         self.meetings = Meetings(self.clock)
@@ -112,19 +119,29 @@ class Stage:
         """The world in which virtual rank `rank` attaches."""
         if topology is not None and topology.world != self.topology.world:
             raise ValueError(
-                f"the topology names {topology.world} ranks, but {self.topology.world} are simulated; leave it out"
+                f"the topology names {topology.world} ranks, but {self.topology.world} are "
+                "simulated; leave it out"
             )
         prefix = f"loosestep/{next(self.actors[rank].attachments)}"
         store = cast(dist.Store, self._notes.under(prefix))
         return VirtualWorld(
-            rank, topology or self.topology, deadline, prefix, store, owned=False, stage=self, actor=self.actors[rank],
+            rank,
+            topology or self.topology,
+            deadline,
+            prefix,
+            store,
+            owned=False,
+            stage=self,
+            actor=self.actors[rank],
             home=tuple(range(self.topology.world)),
-        )  # fmt: skip
+        )
 
     def pulse(self, world: VirtualWorld) -> VirtualPulse:
         """Heartbeats of a rank in a world."""
         peers = self._pulses.setdefault(world.prefix, {})
-        return VirtualPulse(self.clock, world.rank, world=peers, deadline=world.deadline, names=world.home)
+        return VirtualPulse(
+            self.clock, world.rank, world=peers, deadline=world.deadline, names=world.home
+        )
 
     def post(self, prefix: str, members: Sequence[int]) -> Post:
         """What carries the letters between the mailboxes of some ranks."""
@@ -137,7 +154,7 @@ class Stage:
         """An event of a rank."""
         self.events.append(Moment(self.clock.now, rank, kind, fields))
 
-    # The end of a rank ------------------------------------------------------------------------------------------------
+    # The end of a rank ----------------------------------------------------------------------------
 
     def kill(self, rank: int) -> None:
         """As kill -9 would: it says nothing to anybody."""
@@ -152,7 +169,9 @@ class Stage:
             post.lose(rank)
 
     def leave(self, rank: int, reason: str) -> None:
-        """Its training function has returned, or failed: what it is still attached to ends as with its process."""
+        """Its training function has returned, or failed: what it is still attached to ends as
+        with its process.
+        """
         self.ended[rank] = self.clock.now
         if rank in self.lost:
             return
@@ -169,7 +188,13 @@ class Stage:
         inner = f"/node/{mates[0]}"
         found = []
         for prefix, pulses in self._pulses.items():
-            index = mates.index(rank) if prefix.endswith(inner) else None if "/node/" in prefix else rank
+            index = (
+                mates.index(rank)
+                if prefix.endswith(inner)
+                else None
+                if "/node/" in prefix
+                else rank
+            )
             if index in pulses:
                 found.append(pulses[index])
         return found
@@ -177,7 +202,9 @@ class Stage:
 
 @dataclass
 class VirtualWorld(World):
-    """The ranks of a simulation as a world to attach to. `home`: this world's ranks as ranks of the simulation."""
+    """The ranks of a simulation as a world to attach to. `home`: this world's ranks as ranks of
+    the simulation.
+    """
 
     stage: Stage = field(kw_only=True)
     actor: Actor = field(kw_only=True)
@@ -185,7 +212,8 @@ class VirtualWorld(World):
 
     def agree(self, report: dict[str, object]) -> list[dict[str, object]]:
         """Everybody's report; the ranks that do not show up in time are named."""
-        key, size = (self.prefix, "report"), self.topology.world
+        key = (self.prefix, "report")
+        size = self.topology.world
         reports: list[dict[str, object]] | None = self.stage.meetings.meet(
             key,
             self.rank,
@@ -199,8 +227,9 @@ class VirtualWorld(World):
         if reports is None:
             missing = self.stage.meetings.missing(key, size)
             raise TimeoutError(
-                f"rank(s) {', '.join(map(str, missing))} did not call loosestep.attach within {self.deadline:g} s; every rank "
-                "must attach the same model (raise deadline= if they only start late)"
+                f"rank(s) {', '.join(map(str, missing))} did not call loosestep.attach within "
+                f"{self.deadline:g} s; every rank must attach the same model (raise deadline= if "
+                "they only start late)"
             )
         return reports
 
@@ -238,7 +267,11 @@ class VirtualWorld(World):
     def mailbox(self, members: Sequence[int], **arguments: Any) -> Mailbox:
         """Letters that take link time."""
         return VirtualMailbox(
-            self.stage.post(self.prefix, members), self.rank, members=members, deadline=self.deadline, **arguments
+            self.stage.post(self.prefix, members),
+            self.rank,
+            members=members,
+            deadline=self.deadline,
+            **arguments,
         )
 
     def values(self) -> Values:
@@ -271,11 +304,19 @@ class VirtualWorld(World):
     def inside_node(self) -> World:
         """The ranks of this node as a world of their own."""
         mates = self.topology.mates(self.rank)
-        prefix, home = f"{self.prefix}/node/{mates[0]}", tuple(self.home[mate] for mate in mates)
+        prefix = f"{self.prefix}/node/{mates[0]}"
+        home = tuple(self.home[mate] for mate in mates)
         world = VirtualWorld(
-            mates.index(self.rank), Topology([range(len(mates))]), self.deadline, prefix, self.store, owned=False,
-            stage=self.stage, actor=self.actor, home=home,
-        )  # fmt: skip
+            mates.index(self.rank),
+            Topology([range(len(mates))]),
+            self.deadline,
+            prefix,
+            self.store,
+            owned=False,
+            stage=self.stage,
+            actor=self.actor,
+            home=home,
+        )
         world.start_pulse()
         return world
 

@@ -16,7 +16,16 @@ from loosestep.strategies.delaybyone import DelayByOne
 from loosestep.strategies.diloco import DiLoCo
 from loosestep.strategies.localsgd import LocalSGD
 
-__all__ = ["ADPSGD", "DASO", "AllReduce", "DelayByOne", "DiLoCo", "LocalSGD", "Strategy", "strategy"]
+__all__ = [
+    "ADPSGD",
+    "DASO",
+    "AllReduce",
+    "DelayByOne",
+    "DiLoCo",
+    "LocalSGD",
+    "Strategy",
+    "strategy",
+]
 
 STRATEGIES: dict[str, tuple[type[Strategy], Callable[..., Strategy]]] = {
     "allreduce": (AllReduce, AllReduce),
@@ -36,7 +45,8 @@ def strategy(text: str | Strategy) -> Strategy:
     name, _, rest = text.strip().partition(":")
     if name not in STRATEGIES:
         raise ValueError(
-            f"unknown strategy {name!r}{_guess(name, STRATEGIES)}; the strategies are {', '.join(STRATEGIES)}"
+            f"unknown strategy {name!r}{_guess(name, STRATEGIES)}; the strategies are "
+            f"{', '.join(STRATEGIES)}"
         )
     kind, make = STRATEGIES[name]
     valid = [field.name for field in fields(kind)]
@@ -44,10 +54,14 @@ def strategy(text: str | Strategy) -> Strategy:
     for part in filter(None, map(str.strip, at_commas(rest))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
-            raise ValueError(f"expected field=value in {text!r}, got {part!r}, as in 'daso:period=8,delay=2'")
+            raise ValueError(
+                f"expected field=value in {text!r}, got {part!r}, as in 'daso:period=8,delay=2'"
+            )
         if key not in valid:
             known = ", ".join(valid) or "none"
-            raise ValueError(f"{name} has no field {key!r}{_guess(key, valid)}; its fields are: {known}")
+            raise ValueError(
+                f"{name} has no field {key!r}{_guess(key, valid)}; its fields are: {known}"
+            )
         if key in chosen:
             raise ValueError(f"{key} is given twice in {text!r}")
         chosen[key] = _value(value)
@@ -55,8 +69,11 @@ def strategy(text: str | Strategy) -> Strategy:
 
 
 def at_commas(text: str) -> list[str]:
-    """The text cut at its commas, those inside brackets excepted: a graph or a matrix is one value."""
-    pieces, depth = [""], 0
+    """The text cut at its commas, those inside brackets excepted: a graph or a matrix is one
+    value.
+    """
+    pieces = [""]
+    depth = 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:

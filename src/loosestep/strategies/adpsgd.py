@@ -1,7 +1,9 @@
-"""AD-PSGD: asynchronous decentralised parallel SGD (Lian et al., 1710.06952; for acoustic models 2110.11199).
+"""AD-PSGD: asynchronous decentralised parallel SGD (Lian et al., 1710.06952; for acoustic models
+2110.11199).
 
-In the papers' letters: `X_{k+1} = X_k T_k - alpha G(X_{k - tau_k})`. Every learner computes gradients on its own model
-while its communication thread averages a shadow of it with neighbours; T_k is one pair of learners at a time.
+In the papers' letters: `X_{k+1} = X_k T_k - alpha G(X_{k - tau_k})`. Every learner computes
+gradients on its own model while its communication thread averages a shadow of it with neighbours;
+T_k is one pair of learners at a time.
 """
 
 from __future__ import annotations
@@ -10,21 +12,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from loosestep.strategies.base import Gossiping, State, Strategy, require, require_choice, require_count
+from loosestep.strategies.base import (
+    Gossiping,
+    State,
+    Strategy,
+    require,
+    require_choice,
+    require_count,
+)
 from loosestep.topology.graphs import TOPOLOGIES, Gossip
 
 
 @dataclass(frozen=True, kw_only=True)
 class ADPSGD(Strategy):
-    """Learners average with one neighbour at a time, in the background; a slow or dead one delays nobody.
+    """Learners average with one neighbour at a time, in the background; a slow or dead one delays
+    nobody.
 
-    `topology`: "ring", "random-ring" (a new permutation every round, from `seed` and round), "pairs", "exponential", a
-    graph {learner: neighbours} or a symmetric, doubly stochastic matrix. `rate`: the most exchanges a learner begins per
-    step; fewer when communication would take more than `cpu_share` of the process's CPU. `max_staleness`: what is
-    folded was read at most so many steps before; own exchanges are waited for, unless their peer is silent. `lockstep`:
-    rounds of exactly the mixing matrix, waiting, so every learner must make as many steps; for tests.
-    `average_momentum`: the optimizer's momentum is averaged too. `replica="node"`: the ranks of a node are one learner:
-    gradients are averaged inside, local rank k exchanges shard k.
+    `topology`: "ring", "random-ring" (a new permutation every round, from `seed` and round),
+    "pairs", "exponential", a graph {learner: neighbours} or a symmetric, doubly stochastic matrix.
+    `rate`: the most exchanges a learner begins per step; fewer when communication would take more
+    than `cpu_share` of the process's CPU. `max_staleness`: what is folded was read at most so many
+    steps before; own exchanges are waited for, unless their peer is silent. `lockstep`: rounds of
+    exactly the mixing matrix, waiting, so every learner must make as many steps; for tests.
+    `average_momentum`: the optimizer's momentum is averaged too. `replica="node"`: the ranks of a
+    node are one learner: gradients are averaged inside, local rank k exchanges shard k.
     """
 
     name: ClassVar[str] = "adpsgd"
@@ -46,7 +57,8 @@ class ADPSGD(Strategy):
             known = ", ".join(TOPOLOGIES)
             require(
                 self.topology in TOPOLOGIES,
-                f"unknown topology {self.topology!r}; valid are {known}, a graph {{rank: neighbours}} or a mixing matrix",
+                f"unknown topology {self.topology!r}; valid are {known}, a graph {{rank: "
+                "neighbours} or a mixing matrix",
             )
         require(
             isinstance(self.rate, int | float) and 0 < self.rate <= 16,
@@ -56,7 +68,8 @@ class ADPSGD(Strategy):
             require_count("max_staleness", self.max_staleness, least=1)
         for field in ("lockstep", "average_momentum"):
             require(
-                isinstance(getattr(self, field), bool), f"{field} must be true or false, got {getattr(self, field)!r}"
+                isinstance(getattr(self, field), bool),
+                f"{field} must be true or false, got {getattr(self, field)!r}",
             )
         require_choice("replica", self.replica, ("rank", "node"))
         require_count("seed", self.seed, least=0)

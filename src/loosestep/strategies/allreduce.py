@@ -11,7 +11,8 @@ from loosestep.strategies.base import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Strategy):
-    """The baseline, as torch's DistributedDataParallel: `g <- mean of the gradients of all ranks`, every step.
+    """The baseline, as torch's DistributedDataParallel: `g <- mean of the gradients of all ranks`,
+    every step.
 
     Inside a node first, then across nodes on all lanes at once, overlapped with backward.
     """

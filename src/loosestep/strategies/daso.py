@@ -1,8 +1,9 @@
 """DASO: distributed asynchronous and selective optimization (Coquelin et al., 2104.05588).
 
-In the paper's letters: P nodes; B = `period`, the steps between global exchanges; W = `delay`, the steps from sending to
-merging; S the steps waited. Gradients are averaged inside the node on every step; across nodes parameters travel
-asynchronously, every B steps, and a plateau of the training loss halves B and W until they return to their maximum.
+In the paper's letters: P nodes; B = `period`, the steps between global exchanges; W = `delay`, the
+steps from sending to merging; S the steps waited. Gradients are averaged inside the node on every
+step; across nodes parameters travel asynchronously, every B steps, and a plateau of the training
+loss halves B and W until they return to their maximum.
 """
 
 from __future__ import annotations
@@ -15,18 +16,28 @@ import torch
 
 from loosestep.core.contracts import Landed, Scope
 from loosestep.core.replica.replica import Replica
-from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count, require_delay
+from loosestep.strategies.base import (
+    Exchanges,
+    State,
+    Strategy,
+    require,
+    require_choice,
+    require_count,
+    require_delay,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DASO(Strategy):
-    """Nodes are the replicas. Steps: `warmup` in lockstep, then cycling, then `cooldown` in lockstep until `total`.
+    """Nodes are the replicas. Steps: `warmup` in lockstep, then cycling, then `cooldown` in
+    lockstep until `total`.
 
-    Ours by default; `DASO.paper()` is the published behaviour. They differ in
-    `merge`: "delta" keeps every local step (`x += mean(s) - s`), "stale" is `x <- (2 S x + sum_i s_i) / (2 S + P)`;
-    `lanes`: "sharded" sends 1/L of the vector on each of L lanes, "rotating" all of it on one lane at a time;
-    `ramp`: warm-up and cool-down average "gradients" in backward, or "parameters" as bfloat16 after every step;
-    `epoch`: with a number of steps, the exchange at the end of every epoch is waited for.
+    Ours by default; `DASO.paper()` is the published behaviour. They differ in `merge`: "delta"
+    keeps every local step (`x += mean(s) - s`), "stale" is `x <- (2 S x + sum_i s_i) / (2 S + P)`;
+    `lanes`: "sharded" sends 1/L of the vector on each of L lanes, "rotating" all of it on one lane
+    at a time; `ramp`: warm-up and cool-down average "gradients" in backward, or "parameters" as
+    bfloat16 after every step; `epoch`: with a number of steps, the exchange at the end of every
+    epoch is waited for.
     """
 
     name: ClassVar[str] = "daso"
@@ -69,14 +80,19 @@ class DASO(Strategy):
         require_delay(self.delay, self.period)
         require(
             self.cooldown == 0 or self.total is not None,
-            f"cooldown={self.cooldown} needs total, the number of optimizer steps of the whole run, to know when to begin",
+            f"cooldown={self.cooldown} needs total, the number of optimizer steps of the whole "
+            "run, to know when to begin",
         )
         if self.total is not None:
             require(
                 self.warmup + self.cooldown <= self.total,
-                f"warmup + cooldown must fit into total={self.total} steps, got {self.warmup} + {self.cooldown}",
+                f"warmup + cooldown must fit into total={self.total} steps, got {self.warmup} + "
+                f"{self.cooldown}",
             )
-        require(0 <= self.threshold < 1, f"threshold must be at least 0 and below 1, got {self.threshold}")
+        require(
+            0 <= self.threshold < 1,
+            f"threshold must be at least 0 and below 1, got {self.threshold}",
+        )
         require_choice("merge", self.merge, ("delta", "stale"))
         require_choice("lanes", self.lanes, ("sharded", "rotating"))
         require_choice("ramp", self.ramp, ("gradients", "parameters"))
@@ -112,13 +128,18 @@ class DASO(Strategy):
         return bool(state["step"] < self.warmup or state["cooling"])
 
     def scope(self, state: State) -> Scope:
-        """Gradients of the node; of the world while ramping, unless nodes that cycled scale their losses differently."""
+        """Gradients of the node; of the world while ramping, unless nodes that cycled scale
+        their losses differently.
+        """
         comparable = not (state["cooling"] and state.get("scaled", False))
-        return "world" if self.ramping(state) and self.ramp == "gradients" and comparable else "node"
+        return (
+            "world" if self.ramping(state) and self.ramp == "gradients" and comparable else "node"
+        )
 
     def boundary(self, state: State, run: Exchanges) -> None:
         """One step of the algorithm."""
-        lockstep, scope = self.ramping(state), self.scope(state)
+        lockstep = self.ramping(state)
+        scope = self.scope(state)
         state["step"] += 1
         step = state["step"]
         if lockstep:
@@ -144,7 +165,9 @@ class DASO(Strategy):
         lane = None if self.lanes == "sharded" else state["exchanges"]
         return {"form": "delta" if self.merge == "delta" else "mean", "lane": lane}
 
-    def land(self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int) -> None:
+    def land(
+        self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int
+    ) -> None:
         """Merge, then let the loss that came along decide the next period."""
         if self.merge == "delta":
             replica.fold(landed.vector)
@@ -154,20 +177,25 @@ class DASO(Strategy):
         state["loss_count"] += landed.loss_count
         if state["loss_count"] >= self.window * len(landed.steps):
             self.evaluate(state, state["loss_sum"] / state["loss_count"])
-            state["loss_sum"], state["loss_count"] = 0.0, 0
+            state["loss_sum"] = 0.0
+            state["loss_count"] = 0
 
     def evaluate(self, state: State, loss: float) -> None:
-        """The plateau controller: B and W halve after `patience` evaluations without progress, and start over at 1."""
+        """The plateau controller: B and W halve after `patience` evaluations without progress,
+        and start over at 1.
+        """
         best = state["best"]
         if math.isfinite(loss) and (best is None or loss < best - self.threshold * abs(best)):
-            state["best"], state["stalled"] = loss, 0
+            state["best"] = loss
+            state["stalled"] = 0
             return
         state["stalled"] += 1
         if state["stalled"] < self.patience:
             return
         state["stalled"] = 0
         if state["period"] == 1:
-            state["period"], state["delay"] = self.period, self.delay
+            state["period"] = self.period
+            state["delay"] = self.delay
         else:
             state["period"] = max(1, state["period"] // 2)
             state["delay"] = min(max(min(1, self.delay), state["delay"] // 2), state["period"])
@@ -177,5 +205,7 @@ class DASO(Strategy):
         state["cooling"] = True
 
     def scaled(self, state: State) -> None:
-        """In a cool-down, averages of gradients of different scales would be wrong: parameters are averaged instead."""
+        """In a cool-down, averages of gradients of different scales would be wrong: parameters
+        are averaged instead.
+        """
         state["scaled"] = True

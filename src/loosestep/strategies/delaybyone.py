@@ -1,4 +1,6 @@
-"""Delay-by-one: the global average is in flight during exactly one gradient computation (Cui et al., 2110.11199)."""
+"""Delay-by-one: the global average is in flight during exactly one gradient computation (Cui et
+al., 2110.11199).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from loosestep.strategies.base import Exchanges, State, Strategy, require, requi
 
 @dataclass(frozen=True, kw_only=True)
 class DelayByOne(Strategy):
-    """`x_{k+1} = mean(x_k) - alpha g(x_k)`: models are averaged while the next gradient is computed, then both land.
+    """`x_{k+1} = mean(x_k) - alpha g(x_k)`: models are averaged while the next gradient is
+    computed, then both land.
 
-    With `older_gradient` the gradient is one step older still, `x_{k+1} = mean(x_k) - alpha g(x_{k-1})`: the model that
-    computes gradients is held one step behind (and one more copy of the parameters is kept for it).
+    With `older_gradient` the gradient is one step older still, `x_{k+1} = mean(x_k) - alpha
+    g(x_{k-1})`: the model that computes gradients is held one step behind (and one more copy of the
+    parameters is kept for it).
     """
 
     name: ClassVar[str] = "delay-by-one"
@@ -28,7 +32,8 @@ class DelayByOne(Strategy):
     def __post_init__(self) -> None:
         require_choice("replica", self.replica, ("rank", "node"))
         require(
-            isinstance(self.older_gradient, bool), f"older_gradient must be true or false, got {self.older_gradient!r}"
+            isinstance(self.older_gradient, bool),
+            f"older_gradient must be true or false, got {self.older_gradient!r}",
         )
 
     def prepare(self, state: State, replica: Replica, part: tuple[int, int] | None = None) -> None:
@@ -40,7 +45,8 @@ class DelayByOne(Strategy):
     def boundary(self, state: State, run: Exchanges) -> None:
         """Land the average of the last step's models, send this step's."""
         state["step"] += 1
-        if run.in_flight is None and self.older_gradient:  # the first step: all models were equal, their mean is x_0
+        # the first step: all models were equal, their mean is x_0
+        if run.in_flight is None and self.older_gradient:
             run.start(**self.form(state))
         if run.in_flight is not None:
             run.fold()
@@ -50,7 +56,9 @@ class DelayByOne(Strategy):
         """The older form needs the mean itself, of the newest models."""
         return {"form": "mean", "vector": state["ahead"]} if self.older_gradient else {}
 
-    def land(self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int) -> None:
+    def land(
+        self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int
+    ) -> None:
         """x_{k+1} <- mean(x_k) + u"""
         if not self.older_gradient:
             replica.fold(landed.vector)
@@ -59,8 +67,13 @@ class DelayByOne(Strategy):
         torch._foreach_sub_(moved, state["behind"])
         torch._foreach_add_(moved, landed.vector)
         replica.assign(state["ahead"])  # the next gradient is computed at x_k
-        state["behind"], state["ahead"] = state["ahead"], moved
+        state["behind"] = state["ahead"]
+        state["ahead"] = moved
 
     def truth(self, state: State, replica: Replica) -> Vector:
         """The newest model, which no gradient was computed at yet."""
-        return [t.clone() for t in state["ahead"]] if self.older_gradient else replica.snapshot(keep=False)
+        return (
+            [t.clone() for t in state["ahead"]]
+            if self.older_gradient
+            else replica.snapshot(keep=False)
+        )

@@ -1,8 +1,10 @@
-"""DiLoCo: many inner steps, then one outer step on what they have moved (Douillard et al., 2311.08105).
+"""DiLoCo: many inner steps, then one outer step on what they have moved (Douillard et al.,
+2311.08105).
 
-In the paper's letters: H = `period`; theta, the model that all replicas agree on; `mean_i(theta - x_i)`, the outer
-gradient, which SGD with Nesterov momentum follows. With a `delay` it is the overlapped form (2501.18512), of the whole
-vector at once: the exchange is in flight for W steps, and what they moved is kept (`x <- x + theta' - s`).
+In the paper's letters: H = `period`; theta, the model that all replicas agree on; `mean_i(theta -
+x_i)`, the outer gradient, which SGD with Nesterov momentum follows. With a `delay` it is the
+overlapped form (2501.18512), of the whole vector at once: the exchange is in flight for W steps,
+and what they moved is kept (`x <- x + theta' - s`).
 """
 
 from __future__ import annotations
@@ -14,17 +16,27 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from loosestep.core.replica.replica import Replica
-from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count, require_delay
+from loosestep.strategies.base import (
+    Exchanges,
+    State,
+    Strategy,
+    require,
+    require_choice,
+    require_count,
+    require_delay,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(Strategy):
-    """H local steps, then all replicas follow the mean of what they moved, with the momentum of the exchanges before.
+    """H local steps, then all replicas follow the mean of what they moved, with the momentum of the
+    exchanges before.
 
-    `period` is H. With `delay=0` the exchange is waited for; with `delay=W` it lands W steps later, hidden behind
-    compute. `outer_lr` and `outer_momentum` are of the outer step. `replica="node"`: gradients are averaged inside the
-    node, nodes are the replicas. Theta and its momentum are kept by the ranks that exchange them: of the L ranks of a
-    node each keeps its L-th part of both, beside the snapshot; where every rank is a replica, all of both.
+    `period` is H. With `delay=0` the exchange is waited for; with `delay=W` it lands W steps later,
+    hidden behind compute. `outer_lr` and `outer_momentum` are of the outer step. `replica="node"`:
+    gradients are averaged inside the node, nodes are the replicas. Theta and its momentum are kept
+    by the ranks that exchange them: of the L ranks of a node each keeps its L-th part of both,
+    beside the snapshot; where every rank is a replica, all of both.
     """
 
     name: ClassVar[str] = "diloco"
@@ -41,7 +53,8 @@ class DiLoCo(Strategy):
         require_delay(self.delay, self.period)
         require(
             isinstance(self.outer_lr, int | float) and 0 < self.outer_lr <= 2,
-            f"outer_lr must be above 0 and at most 2 (1 without momentum is local SGD), got {self.outer_lr!r}",
+            "outer_lr must be above 0 and at most 2 (1 without momentum is local SGD), got "
+            f"{self.outer_lr!r}",
         )
         require(
             isinstance(self.outer_momentum, int | float) and 0 <= self.outer_momentum < 1,
@@ -53,7 +66,9 @@ class DiLoCo(Strategy):
         """theta_0 = x_0, at rest"""
         row, rows = part or (0, 1)
         theta = [flat.view(rows, -1)[row] for flat in replica.snapshot(keep=False)]
-        theta = [flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True) for flat in theta]
+        theta = [
+            flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True) for flat in theta
+        ]
         state["outer"] = {"theta": theta, "momentum": [torch.zeros_like(flat) for flat in theta]}
 
     def boundary(self, state: State, run: Exchanges) -> None:
@@ -72,8 +87,12 @@ class DiLoCo(Strategy):
         return {"outer": partial(self.advance, state["outer"])}
 
     def advance(self, outer: State, number: int, span: slice, mean: torch.Tensor) -> torch.Tensor:
-        """theta' from the mean of the snapshots: a `span` of tensor `number` of this rank's part."""
-        theta, momentum = (_there(outer[name], number, mean.device)[span] for name in ("theta", "momentum"))
+        """theta' from the mean of the snapshots: a `span` of tensor `number` of this rank's
+        part.
+        """
+        theta, momentum = (
+            _there(outer[name], number, mean.device)[span] for name in ("theta", "momentum")
+        )
         gradient = theta - mean
         momentum.mul_(self.outer_momentum).add_(gradient)
         return theta.sub_(gradient.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)

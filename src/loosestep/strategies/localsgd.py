@@ -6,17 +6,25 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from loosestep.core.contracts import Scope
-from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice, require_count
+from loosestep.strategies.base import (
+    Exchanges,
+    State,
+    Strategy,
+    require,
+    require_choice,
+    require_count,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Strategy):
     """H local steps, then all replicas average their parameters.
 
-    `period` is H. With `delay=0` the average is waited for (torch's PostLocalSGD); with `delay=W` it lands W steps later
-    as a delta, hidden behind compute. Before step `start` the gradients of all ranks are averaged (post-local SGD).
-    `replica="node"`: gradients are averaged inside the node, nodes are the replicas; with `local_period=H_local > 1` the
-    ranks of a node average parameters every H_local steps instead, and nodes every `H_local * period` steps.
+    `period` is H. With `delay=0` the average is waited for (torch's PostLocalSGD); with `delay=W`
+    it lands W steps later as a delta, hidden behind compute. Before step `start` the gradients of
+    all ranks are averaged (post-local SGD). `replica="node"`: gradients are averaged inside the
+    node, nodes are the replicas; with `local_period=H_local > 1` the ranks of a node average
+    parameters every H_local steps instead, and nodes every `H_local * period` steps.
     """
 
     name: ClassVar[str] = "localsgd"
@@ -35,12 +43,13 @@ class LocalSGD(Strategy):
         require_choice("replica", self.replica, ("rank", "node"))
         require(
             self.delay <= self.period * self.local_period,
-            f"delay must be at most the {self.period * self.local_period} steps between exchanges, got {self.delay}: "
-            "an exchange is folded before the next one starts",
+            f"delay must be at most the {self.period * self.local_period} steps between "
+            f"exchanges, got {self.delay}: an exchange is folded before the next one starts",
         )
         require(
             self.local_period == 1 or self.replica == "node",
-            f"local_period={self.local_period} averages inside a node and needs replica='node', got replica='rank'",
+            f"local_period={self.local_period} averages inside a node and needs replica='node', "
+            "got replica='rank'",
         )
 
     @property
@@ -54,7 +63,9 @@ class LocalSGD(Strategy):
         return self.start > 0
 
     def scope(self, state: State) -> Scope:
-        """World before `start`; then the node, unless its ranks are on their own between local averages."""
+        """World before `start`; then the node, unless its ranks are on their own between local
+        averages.
+        """
         if state["step"] < self.start:
             return "world"
         return "node" if self.replica == "node" and self.local_period == 1 else "rank"

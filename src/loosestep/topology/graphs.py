@@ -1,13 +1,14 @@
 """Who gossips with whom: rings, pairs, exponential graphs, any graph, and how fast they agree.
 
-A mixing matrix T is doubly stochastic, so it keeps the mean; the squared disagreement shrinks per round by its
-*contraction*, the second eigenvalue of E[T^T T]:
+A mixing matrix T is doubly stochastic, so it keeps the mean; the squared disagreement shrinks per
+round by its *contraction*, the second eigenvalue of E[T^T T]:
 
     fixed ring, n >= 5      ((1 + 2 cos(2 pi / n)) / 3)^2
     randomized ring         d - (1 - d)/(n - 1),   d = 1/3
 
-Every function takes the ranks that are alive, so a ring closes over the gap a dead rank leaves. A random choice follows
-from (seed, round) alone: everybody knows the ring of a round without any traffic.
+Every function takes the ranks that are alive, so a ring closes over the gap a dead rank leaves. A
+random choice follows from (seed, round) alone: everybody knows the ring of a round without any
+traffic.
 """
 
 from __future__ import annotations
@@ -27,19 +28,28 @@ TOPOLOGIES = ("ring", "random-ring", "pairs", "exponential")
 
 
 class Gossip:
-    """The peers of a run. `topology`: one of TOPOLOGIES, a graph {rank: neighbours} or a mixing matrix over `ranks`."""
+    """The peers of a run. `topology`: one of TOPOLOGIES, a graph {rank: neighbours} or a mixing
+    matrix over `ranks`.
+    """
 
     def __init__(
-        self, topology: str | Graph | Sequence[Sequence[float]] | Matrix, ranks: Sequence[int], *, seed: int = 0
+        self,
+        topology: str | Graph | Sequence[Sequence[float]] | Matrix,
+        ranks: Sequence[int],
+        *,
+        seed: int = 0,
     ) -> None:
-        self.ranks, self.seed = sorted(ranks), seed
+        self.ranks = sorted(ranks)
+        self.seed = seed
         self.name = topology if isinstance(topology, str) else "explicit"
         self._matrix: Matrix | None = None
-        self.rests = not isinstance(topology, str | Mapping)  # a matrix says how often a rank keeps to itself
+        # a matrix says how often a rank keeps to itself
+        self.rests = not isinstance(topology, str | Mapping)
         if isinstance(topology, str):
             if topology not in TOPOLOGIES:
                 raise ValueError(
-                    f"unknown topology {topology!r}; valid ones: {', '.join(TOPOLOGIES)}, a graph or a mixing matrix"
+                    f"unknown topology {topology!r}; valid ones: {', '.join(TOPOLOGIES)}, a graph "
+                    "or a mixing matrix"
                 )
         elif isinstance(topology, Mapping):
             self._matrix = metropolis(topology, self.ranks)
@@ -47,8 +57,10 @@ class Gossip:
             self._matrix = check_matrix(topology, len(self.ranks))
 
     def partner(self, rank: int, number: int, alive: set[int]) -> tuple[int, float] | None:
-        """Whom `rank` contacts in its round `number`, and with which weight; None when nobody is left, or a matrix has it
-        rest. Free-running: the ring of a round is the initiator's view, and it contacts its successor only."""
+        """Whom `rank` contacts in its round `number`, and with which weight; None when nobody is
+        left, or a matrix has it rest. Free-running: the ring of a round is the initiator's view,
+        and it contacts its successor only.
+        """
         members = self._members(rank, alive)
         if len(members) < 2:
             return None
@@ -64,10 +76,16 @@ class Gossip:
         return ring[(ring.index(rank) + 1) % len(ring)], ring_weight(len(ring))
 
     def round(self, rank: int, number: int, alive: set[int]) -> dict[int, float]:
-        """{neighbour: weight} of `rank` in lockstep round `number`: its row of the round's matrix."""
+        """{neighbour: weight} of `rank` in lockstep round `number`: its row of the round's
+        matrix.
+        """
         members = self._members(rank, alive)
         row = self.matrix(number, members)[members.index(rank)]
-        return {other: float(w) for other, w in zip(members, row, strict=True) if other != rank and w > 0}
+        return {
+            other: float(w)
+            for other, w in zip(members, row, strict=True)
+            if other != rank and w > 0
+        }
 
     def matrix(self, number: int, alive: Sequence[int] | None = None) -> Matrix:
         """The mixing matrix of a lockstep round over the live ranks in ascending order."""
@@ -78,7 +96,9 @@ class Gossip:
         if self.name == "ring":
             return ring_matrix(n)
         if self.name == "random-ring":
-            order = np.array([members.index(rank) for rank in permutation(members, self.seed, number)])
+            order = np.array(
+                [members.index(rank) for rank in permutation(members, self.seed, number)]
+            )
             mixed = np.empty((n, n))
             mixed[np.ix_(order, order)] = ring_matrix(n)
             return mixed
@@ -90,22 +110,33 @@ class Gossip:
     def _members(self, rank: int, alive: set[int]) -> list[int]:
         return [other for other in self.ranks if other in alive or other == rank]
 
-    def _weighted(self, rank: int, members: list[int], draw: random.Random) -> tuple[int, float] | None:
-        """A neighbour with probability in proportion to its weight, averaged half and half; with that of the diagonal of a
-        given matrix nobody."""
+    def _weighted(
+        self, rank: int, members: list[int], draw: random.Random
+    ) -> tuple[int, float] | None:
+        """A neighbour with probability in proportion to its weight, averaged half and half; with
+        that of the diagonal of a given matrix nobody.
+        """
         row = self._shrunk(members)[members.index(rank)]
-        drawn = [(other, w) for other, w in zip(members, row, strict=True) if w > 0 and (self.rests or other != rank)]
+        drawn = [
+            (other, w)
+            for other, w in zip(members, row, strict=True)
+            if w > 0 and (self.rests or other != rank)
+        ]
         if not drawn:
             return None
         (chosen,) = draw.choices([other for other, _ in drawn], [w for _, w in drawn])
         return None if chosen == rank else (chosen, 0.5)
 
     def parts(self, alive: set[int]) -> list[list[int]]:
-        """The live ranks, as groups that hear of each other; several when a graph has fallen apart."""
+        """The live ranks, as groups that hear of each other; several when a graph has fallen
+        apart.
+        """
         members = sorted(alive)
         if self._matrix is None or not members:
             return [members]
-        matrix, left, parts = self._shrunk(members), set(range(len(members))), []
+        matrix = self._shrunk(members)
+        left = set(range(len(members)))
+        parts = []
         while left:
             part = _reachable(matrix, min(left))
             left -= part
@@ -113,7 +144,9 @@ class Gossip:
         return parts
 
     def _shrunk(self, members: list[int]) -> Matrix:
-        """The matrix over the survivors: what a dead rank would have got stays with its neighbours' own value."""
+        """The matrix over the survivors: what a dead rank would have got stays with its
+        neighbours' own value.
+        """
         assert self._matrix is not None
         kept = [self.ranks.index(rank) for rank in members]
         matrix: Matrix = self._matrix[np.ix_(kept, kept)].copy()
@@ -156,16 +189,22 @@ def pair_matrix(n: int, pairs: Sequence[tuple[int, int]]) -> Matrix:
 
 
 def exponential_matrix(n: int, number: int) -> Matrix:
-    """1/3 self, 1/3 each to the ranks 2^k hops before and after, k in turn: symmetric, so exchanges stay pairwise."""
+    """1/3 self, 1/3 each to the ranks 2^k hops before and after, k in turn: symmetric, so
+    exchanges stay pairwise.
+    """
     hops = [2**k for k in range(n) if 2**k < n] or [0]
     hop = hops[number % len(hops)]
     if 2 * hop % n == 0:
         return (np.eye(n) + np.roll(np.eye(n), hop, axis=1)) / 2.0
-    return np.asarray((np.eye(n) + np.roll(np.eye(n), hop, axis=1) + np.roll(np.eye(n), -hop, axis=1)) / 3.0)
+    return np.asarray(
+        (np.eye(n) + np.roll(np.eye(n), hop, axis=1) + np.roll(np.eye(n), -hop, axis=1)) / 3.0
+    )
 
 
 def metropolis(graph: Graph, ranks: Sequence[int]) -> Matrix:
-    """Doubly stochastic weights for any connected graph: T_ij = 1/(1 + max(degree_i, degree_j)) on edges."""
+    """Doubly stochastic weights for any connected graph: T_ij = 1/(1 + max(degree_i, degree_j))
+    on edges.
+    """
     ranks = sorted(ranks)
     known = set(ranks)
     for rank, neighbours in graph.items():
@@ -176,43 +215,53 @@ def metropolis(graph: Graph, ranks: Sequence[int]) -> Matrix:
     degree = {rank: sum(rank in edge for edge in edges) for rank in ranks}
     matrix = np.zeros((len(ranks), len(ranks)))
     for i, j in (sorted(edge) for edge in edges):
-        a, b = ranks.index(i), ranks.index(j)
+        a = ranks.index(i)
+        b = ranks.index(j)
         matrix[a, b] = matrix[b, a] = 1.0 / (1 + max(degree[i], degree[j]))
     matrix[np.diag_indices(len(ranks))] = 1.0 - matrix.sum(axis=1)
     return check_matrix(matrix, len(ranks))
 
 
 def check_matrix(given: Any, n: int) -> Matrix:
-    """A symmetric, doubly stochastic matrix of a connected graph, or an error that shows where it is not."""
+    """A symmetric, doubly stochastic matrix of a connected graph, or an error that shows where
+    it is not.
+    """
     matrix: Matrix = np.asarray(given, dtype=np.float64)
     if matrix.shape != (n, n):
         raise ValueError(
-            f"the mixing matrix must be {n} x {n}, one row per rank; got {' x '.join(map(str, matrix.shape))}"
+            f"the mixing matrix must be {n} x {n}, one row per rank; got "
+            f"{' x '.join(map(str, matrix.shape))}"
         )
     for index, row in enumerate(matrix):
         if not np.all(np.isfinite(row)) or np.any(row < 0) or abs(row.sum() - 1) > TOLERANCE:
             raise ValueError(
-                f"the mixing matrix is not doubly stochastic: row {index} is {row.tolist()}, sum {row.sum():.9g}"
+                f"the mixing matrix is not doubly stochastic: row {index} is {row.tolist()}, sum "
+                f"{row.sum():.9g}"
             )
     for index, column in enumerate(matrix.T):
         if abs(column.sum() - 1) > TOLERANCE:
             raise ValueError(
-                f"the mixing matrix is not doubly stochastic: column {index} is {column.tolist()}, sum {column.sum():.9g}"
+                f"the mixing matrix is not doubly stochastic: column {index} is "
+                f"{column.tolist()}, sum {column.sum():.9g}"
             )
     uneven = np.argwhere(np.abs(matrix - matrix.T) > TOLERANCE)
     if len(uneven):
         i, j = map(int, uneven[0])
         raise ValueError(
-            f"exchanges are pairwise, so T must be symmetric; T[{i},{j}]={matrix[i, j]:.9g}, T[{j},{i}]={matrix[j, i]:.9g}"
+            f"exchanges are pairwise, so T must be symmetric; T[{i},{j}]={matrix[i, j]:.9g}, "
+            f"T[{j},{i}]={matrix[j, i]:.9g}"
         )
     apart = set(range(n)) - _reachable(matrix)
     if apart:
-        raise ValueError(f"the graph is not connected: rank(s) {sorted(apart)} cannot be reached from rank 0")
+        raise ValueError(
+            f"the graph is not connected: rank(s) {sorted(apart)} cannot be reached from rank 0"
+        )
     return np.asarray((matrix + matrix.T) / 2)  # exactly symmetric, or the mean would move
 
 
 def _reachable(matrix: Matrix, start: int = 0) -> set[int]:
-    reached, border = {start}, [start]
+    reached = {start}
+    border = [start]
     while border:
         for other in np.flatnonzero(matrix[border.pop()]):
             if int(other) not in reached:
@@ -222,8 +271,12 @@ def _reachable(matrix: Matrix, start: int = 0) -> set[int]:
 
 
 def contraction(matrices: Sequence[Matrix]) -> float:
-    """Per round, the squared disagreement shrinks by this factor: the largest eigenvalue of mean(T^T T) off the mean."""
-    squared = sum((matrix.T @ matrix for matrix in matrices[1:]), start=matrices[0].T @ matrices[0]) / len(matrices)
+    """Per round, the squared disagreement shrinks by this factor: the largest eigenvalue of
+    mean(T^T T) off the mean.
+    """
+    squared = sum(
+        (matrix.T @ matrix for matrix in matrices[1:]), start=matrices[0].T @ matrices[0]
+    ) / len(matrices)
     n = len(squared)
     off_mean = np.eye(n) - np.full((n, n), 1.0 / n)
     return float(np.linalg.eigvalsh(off_mean @ squared @ off_mean)[-1])

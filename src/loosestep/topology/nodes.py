@@ -1,8 +1,9 @@
 """Who is on which node, and which ranks form a lane.
 
-A *node* is a machine, a *lane* the ranks of equal local index across nodes. Ranks learn their node from what started
-them (torchrun, Slurm, Open MPI) or from an explicit `Topology`. When replicas are nodes, a replica counts as its number
-of ranks in every average, so that each rank's data weighs the same on uneven nodes.
+A *node* is a machine, a *lane* the ranks of equal local index across nodes. Ranks learn their node
+from what started them (torchrun, Slurm, Open MPI) or from an explicit `Topology`. When replicas are
+nodes, a replica counts as its number of ranks in every average, so that each rank's data weighs the
+same on uneven nodes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ class Topology:
     def __init__(self, nodes: Sequence[Sequence[int]]) -> None:
         ranks = [rank for node in nodes for rank in node]
         if not ranks or any(len(node) == 0 for node in nodes):
-            raise ValueError(f"a topology needs at least one node and one rank on every node, got {list(nodes)}")
+            raise ValueError(
+                f"a topology needs at least one node and one rank on every node, got {list(nodes)}"
+            )
         if sorted(ranks) != list(range(len(ranks))):
             raise ValueError(
-                f"a topology must name every rank from 0 to {len(ranks) - 1} exactly once, got {sorted(ranks)}"
+                f"a topology must name every rank from 0 to {len(ranks) - 1} exactly once, got "
+                f"{sorted(ranks)}"
             )
         ordered = sorted((tuple(sorted(node)) for node in nodes), key=lambda node: node[0])
         object.__setattr__(self, "nodes", tuple(ordered))
@@ -54,7 +58,9 @@ class Topology:
 
     @property
     def multiple(self) -> int:
-        """What the length of an averaged vector must divide by: into shards of lanes, these into chunks of nodes."""
+        """What the length of an averaged vector must divide by: into shards of lanes, these into
+        chunks of nodes.
+        """
         return self.lanes * len(self.nodes)
 
     @property

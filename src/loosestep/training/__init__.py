@@ -1,1 +1,3 @@
-"""Training a recipe: the configuration, the run folder, the loop of a rank, checkpoints, the process that watches it all."""
+"""Training a recipe: the configuration, the run folder, the loop of a rank, checkpoints, the
+process that watches it all.
+"""

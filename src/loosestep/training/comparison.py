@@ -14,7 +14,9 @@ from loosestep.training.loop import Tell, Trainer
 
 @contextmanager
 def compared(trainer: Trainer, tell: Tell) -> Iterator[None]:
-    """Around the training of a rank: in a replay, say how far it was the same, and what it ended with."""
+    """Around the training of a rank: in a replay, say how far it was the same, and what it ended
+    with.
+    """
     player = trainer.run.tape
     if not isinstance(player, Player):
         yield
@@ -30,8 +32,19 @@ def compared(trainer: Trainer, tell: Tell) -> Iterator[None]:
     except CommError as error:
         if not player.exhausted:
             raise
-        ending = f"the recording of rank {player.rank} ends at step {player.steps}, as the run did: {error}"
-    tell({"kind": "replayed", "rank": player.rank, "steps": player.steps, "checked": player.checked, "ending": ending})
+        ending = (
+            f"the recording of rank {player.rank} ends at step {player.steps}, as the run did: "
+            f"{error}"
+        )
+    tell(
+        {
+            "kind": "replayed",
+            "rank": player.rank,
+            "steps": player.steps,
+            "checked": player.checked,
+            "ending": ending,
+        }
+    )
 
 
 def _save(trainer: Trainer, player: Player) -> dict[str, Any]:

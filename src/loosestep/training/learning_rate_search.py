@@ -1,4 +1,6 @@
-"""A short search for a learning rate: steps of a factor of two from a good guess, as long as it gets better."""
+"""A short search for a learning rate: steps of a factor of two from a good guess, as long as it
+gets better.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ Score = Callable[[float], float | None]
 """The quality of a short training with this rate; None if it diverged."""
 
 
-def search(score: Score, guess: float, *, higher_is_better: bool) -> tuple[float, Mapping[float, float | None]]:
+def search(
+    score: Score, guess: float, *, higher_is_better: bool
+) -> tuple[float, Mapping[float, float | None]]:
     """The best rate on the grid guess * 2^k, and what was tried.
 
-    The guess and its two neighbours are tried, then further in the direction of the best, up to six trials in all.
-    Every rate diverged: the smallest one tried, halved.
+    The guess and its two neighbours are tried, then further in the direction of the best, up to six
+    trials in all. Every rate diverged: the smallest one tried, halved.
     """
     tried: dict[float, float | None] = {}
 
@@ -44,7 +48,9 @@ def search(score: Score, guess: float, *, higher_is_better: bool) -> tuple[float
 
 
 def split_strategies(text: str) -> list[str]:
-    """`allreduce,daso:period=4,delay=2,adpsgd` is three strategies: what reads `field=value` belongs to the one before it."""
+    """`allreduce,daso:period=4,delay=2,adpsgd` is three strategies: what reads `field=value`
+    belongs to the one before it.
+    """
     found: list[str] = []
     for piece in map(str.strip, at_commas(text)):
         name, equals, _ = piece.partition("=")

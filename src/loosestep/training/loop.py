@@ -1,8 +1,10 @@
-"""One rank's training: an ordinary loop, with evaluations, checkpoints and metrics at fixed numbers of gradients.
+"""One rank's training: an ordinary loop, with evaluations, checkpoints and metrics at fixed numbers
+of gradients.
 
-Everything is counted in gradients of all learners. In collective strategies that is the number of steps times the number
-of ranks, so all ranks do the same things at the same steps and no rank ever asks another. Under gossip the count comes
-from the run, every rank acts on its own, and rank 0 alone evaluates.
+Everything is counted in gradients of all learners. In collective strategies that is the number of
+steps times the number of ranks, so all ranks do the same things at the same steps and no rank ever
+asks another. Under gossip the count comes from the run, every rank acts on its own, and rank 0
+alone evaluates.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ Tell = Callable[[dict[str, Any]], None]
 LINES = 200  # of progress in metrics.jsonl, per rank
 BEAT = 0.5  # seconds between two messages to the screen
 EXAMPLES = 10
-ADDITIVE = ("exchanges", "folds", "joins", "bytes_sent", "bytes_between_nodes", "wait_seconds", "exchange_seconds")
+ADDITIVE = (
+    "exchanges",
+    "folds",
+    "joins",
+    "bytes_sent",
+    "bytes_between_nodes",
+    "wait_seconds",
+    "exchange_seconds",
+)
 
 
 class Diverged(TrainingError):
@@ -47,18 +57,24 @@ def budget(config: Config, task: Task[Any]) -> int:
 
 
 def starting_lr(config: Config, task: Task[Any], counts: Sequence[int]) -> float:
-    """What was given, or the recipe's rate times the rule for optimizers that step on local gradients.
+    """What was given, or the recipe's rate times the rule for optimizers that step on local
+    gradients.
 
-    `counts`: ranks per node as they are, which under an outer launcher only the run's topology knows.
+    `counts`: ranks per node as they are, which under an outer launcher only the run's topology
+    knows.
     """
     if config.lr is not None:
         return config.lr
-    replicas = {"world": 1, "node": len(counts), "rank": sum(counts)}[config.chosen_strategy().learner]
+    replicas = {"world": 1, "node": len(counts), "rank": sum(counts)}[
+        config.chosen_strategy().learner
+    ]
     return task.training.lr * local_scale(task.training.optimizer, replicas)
 
 
 class Trainer:
-    """The state of one rank: a model attached to a run, and where it is in the data, the schedule and the budget."""
+    """The state of one rank: a model attached to a run, and where it is in the data, the
+    schedule and the budget.
+    """
 
     def __init__(
         self,
@@ -71,9 +87,14 @@ class Trainer:
         start: Start | None,
         tell: Tell,
     ) -> None:
-        self.config, self.task, self.run = config, task, run
-        self.model, self.optimizer = run.model, run.optimizers[0]
-        self.journal, self.tell, self.folder = journal, tell, folder
+        self.config = config
+        self.task = task
+        self.run = run
+        self.model = run.model
+        self.optimizer = run.optimizers[0]
+        self.journal = journal
+        self.tell = tell
+        self.folder = folder
         self.gossip = run.strategy.gossip
         self.world = run.topology.world
         self.total = budget(config, task)
@@ -90,9 +111,12 @@ class Trainer:
             gossip=self.gossip,
             recorded=run.recorded,
         )
-        self.gradients, self.step = (0 if start is None else start.gradients), 0
+        self.gradients = 0 if start is None else start.gradients
+        self.step = 0
         self.stream = task.stream(learner=run.rank, learners=self.world, taken=self.gradients)
-        self.losses, self.round_losses, self.loss = Mean(), Mean(), math.nan
+        self.losses = Mean()
+        self.round_losses = Mean()
+        self.loss = math.nan
         self.latest: torch.Tensor | None = None  # the loss of the step under way
         self.stats_before: dict[str, float] = {}
         self.base = 0  # gradients that the run does not count, because other ranks made them
@@ -102,7 +126,7 @@ class Trainer:
         if start is not None:
             self._restore(start)
 
-    # The loop ---------------------------------------------------------------------------------------------------------
+    # The loop -------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Until the budget is used up."""
@@ -128,7 +152,8 @@ class Trainer:
 
     def _advance(self) -> None:
         """Count the step, and do what is due."""
-        before, self.step = self.gradients, self.step + 1
+        before = self.gradients
+        self.step = self.step + 1
         if self.gossip:
             self.gradients = max(before, self.base + self.run.global_steps)
         else:
@@ -140,7 +165,9 @@ class Trainer:
 
         epoch = self.task.order.batches_per_epoch
         if due(epoch):
-            self.board.end_round(self.round_losses.take(), self.schedule, number=self.gradients // epoch)
+            self.board.end_round(
+                self.round_losses.take(), self.schedule, number=self.gradients // epoch
+            )
         if due(max(1, self.total // LINES)) or done:
             self._note_progress()
         if due(self.config.evaluate_every or max(1, self.total // 10)) and not done:
@@ -153,12 +180,19 @@ class Trainer:
     def finish(self) -> None:
         """The final model, the same on every rank: judged and stored by rank 0."""
         self.run.finish()
-        self.journal.metric("end", gradients=self.gradients, seconds=self.clock.seconds, **self._stats())
+        self.journal.metric(
+            "end", gradients=self.gradients, seconds=self.clock.seconds, **self._stats()
+        )
         if self.run.rank != 0:
             return
         metrics = self.task.evaluate(self.model)
         examples = [asdict(example) for example in self.task.examples(self.model, EXAMPLES)]
-        fields = {"metrics": metrics, "examples": examples, "seconds": self.clock.seconds, "lr": self.lr}
+        fields = {
+            "metrics": metrics,
+            "examples": examples,
+            "seconds": self.clock.seconds,
+            "lr": self.lr,
+        }
         self._store_final(metrics)  # before the line that says that the run is complete
         self.journal.metric("final", gradients=self.gradients, **fields)
         self.tell({"kind": "final", "gradients": self.gradients, **fields})
@@ -172,10 +206,12 @@ class Trainer:
         shutil.rmtree(path, ignore_errors=True)
         fresh.rename(path)
 
-    # What is due now and then -----------------------------------------------------------------------------------------
+    # What is due now and then ---------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        """The mean of all replicas, judged by rank 0. Others go on, as far as their strategy lets them."""
+        """The mean of all replicas, judged by rank 0. Others go on, as far as their strategy
+        lets them.
+        """
         if self.gossip and self.run.rank != 0:
             return
         if not self.gossip:  # everybody meets, then waits for rank 0: not a part of the training
@@ -197,19 +233,28 @@ class Trainer:
         self.loss = self.losses.take()
         lr = self.optimizer.param_groups[0]["lr"]
         self.journal.metric(
-            "progress", gradients=self.gradients, step=self.step, seconds=self.clock.seconds, loss=self.loss, lr=lr, **self._stats()
-        )  # fmt: skip
+            "progress",
+            gradients=self.gradients,
+            step=self.step,
+            seconds=self.clock.seconds,
+            loss=self.loss,
+            lr=lr,
+            **self._stats(),
+        )
         if not math.isfinite(self.loss):
             raise Diverged(
-                f"the training loss is {self.loss} at gradient {self.gradients}; lower --lr, it is {self.lr:g}"
+                f"the training loss is {self.loss} at gradient {self.gradients}; lower --lr, it "
+                f"is {self.lr:g}"
             )
 
     def _say(self, force: bool = False) -> None:
         if not force and time.monotonic() - self._said < BEAT:
             return
-        self._said, now = time.monotonic(), self.clock.now()
+        self._said = time.monotonic()
+        now = self.clock.now()
         self._messages.append((now, self.step))
-        (first, step), seconds = self._messages[0], self.clock.wall
+        (first, step) = self._messages[0]
+        seconds = self.clock.wall
         stats = self._stats()
         self.tell(
             {
@@ -220,7 +265,9 @@ class Trainer:
                 "loss": self.losses.value if self.losses.count else self.loss,
                 "speed": (self.step - step) / (now - first) if now > first else 0.0,
                 "waiting": min(
-                    1.0, (stats["wait_seconds"] - self.stats_before.get("wait_seconds", 0)) / max(seconds, 1e-9)
+                    1.0,
+                    (stats["wait_seconds"] - self.stats_before.get("wait_seconds", 0))
+                    / max(seconds, 1e-9),
                 ),
             }
         )
@@ -228,9 +275,12 @@ class Trainer:
     def _stats(self) -> dict[str, Any]:
         """What the run counts, and what was counted before it was resumed."""
         stats = self.run.stats
-        return {**stats, **{name: stats.get(name, 0) + self.stats_before.get(name, 0) for name in ADDITIVE}}
+        return {
+            **stats,
+            **{name: stats.get(name, 0) + self.stats_before.get(name, 0) for name in ADDITIVE},
+        }
 
-    # State ------------------------------------------------------------------------------------------------------------
+    # State ----------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         begin = time.monotonic()
@@ -267,12 +317,17 @@ class Trainer:
         self.stream.load_state_dict(state["stream"])
         self.board.load_state_dict(state["board"])
         self.step = int(state["step"])
-        for sums, (total, count) in zip((self.losses, self.round_losses), state["losses"], strict=True):
-            sums.sum, sums.count = float(total), int(count)
+        for sums, (total, count) in zip(
+            (self.losses, self.round_losses), state["losses"], strict=True
+        ):
+            sums.sum = float(total)
+            sums.count = int(count)
 
 
 class Mean:
-    """A running mean of losses, summed where they are: no synchronisation with the device until it is asked for."""
+    """A running mean of losses, summed where they are: no synchronisation with the device until
+    it is asked for.
+    """
 
     def __init__(self) -> None:
         self.sum: torch.Tensor | float = 0.0
@@ -289,12 +344,15 @@ class Mean:
     def take(self) -> float:
         """The mean since the last call."""
         value = self.value
-        self.sum, self.count = 0.0, 0
+        self.sum = 0.0
+        self.count = 0
         return value
 
 
 class Clock:
-    """Seconds of training: paused while everybody waits for an evaluation, continued when a run is resumed."""
+    """Seconds of training: paused while everybody waits for an evaluation, continued when a run
+    is resumed.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
@@ -316,7 +374,8 @@ class Clock:
             self._since = self.now()
 
     def stop(self) -> None:
-        self.seconds_before, self._since = self.seconds, None
+        self.seconds_before = self.seconds
+        self._since = None
 
 
 def describe_run(config: Config, task: Task[Any], topology: Topology) -> dict[str, Any]:

@@ -26,18 +26,25 @@ class VirtualTrainer(Trainer):
         self.journal.flush()
 
 
-def simulate_run(folder: RunFolder, config: Config, task: Task[Any], cluster: Cluster, tell: Tell) -> Simulation:
+def simulate_run(
+    folder: RunFolder, config: Config, task: Task[Any], cluster: Cluster, tell: Tell
+) -> Simulation:
     """All ranks of a run, to the end. The task is built once: it holds no state of a rank."""
-    counts, began = config.counts(), time.time()
+    counts = config.counts()
+    began = time.time()
     starts = [sum(counts[:node]) for node in range(len(counts))]
-    topology = Topology([range(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    topology = Topology(
+        [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    )
 
     def train(rank: int) -> None:
         model = task.make_model()
         run = attach_to(config, model, task.training.make_optimizer(model))
         with Journal(folder, rank, began=began) as journal, run:
             run.trace.sink = journal.event
-            trainer = VirtualTrainer(config, task, run, folder=folder, journal=journal, start=None, tell=tell)
+            trainer = VirtualTrainer(
+                config, task, run, folder=folder, journal=journal, start=None, tell=tell
+            )
             if rank == 0:
                 described = describe_run(config, task, run.topology)
                 journal.metric("begin", gradients=0, **described)

@@ -1,4 +1,6 @@
-"""One rank of a run: `python -m loosestep.training.rank FOLDER`, started once per rank by whatever launcher."""
+"""One rank of a run: `python -m loosestep.training.rank FOLDER`, started once per rank by
+whatever launcher.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from loosestep.training.loop import Diverged, Tell, Trainer, describe_run
 from loosestep.training.start import Start, find_start
 from loosestep.training.watch import DIVERGED, MARK
 
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
+INTERRUPTED = 130
 MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError, ReplayError, RecordingError)
 
 
@@ -33,12 +36,18 @@ def train_rank(folder: RunFolder, config: Config, tell: Tell, launch: Launch | N
     """Train as the rank that the launcher's variables say, from wherever this run was left."""
     launch = launch or detect_launch()
     task = find_recipe(config.recipe).build(
-        config.options, data=config.data_folder, seed=config.seed, device=own_device(config.device, launch.local_rank)
+        config.options,
+        data=config.data_folder,
+        seed=config.seed,
+        device=own_device(config.device, launch.local_rank),
     )
-    start = find_start(folder, config, launch.rank, lambda text: tell({"kind": "warning", "text": text}))
+    start = find_start(
+        folder, config, launch.rank, lambda text: tell({"kind": "warning", "text": text})
+    )
     model = task.make_model()
     optimizer = task.training.make_optimizer(model)
-    if start is not None:  # attach makes all replicas equal to rank 0's; the trainer then makes them what they were
+    # attach makes all replicas equal to rank 0's; the trainer then makes them what they were
+    if start is not None:
         restore_model(model, start.state["model"], source=start.source)
         optimizer.load_state_dict(start.state["optimizer"])
     if launch.rank == 0:  # before attach: nobody writes before everybody is there
@@ -48,7 +57,10 @@ def train_rank(folder: RunFolder, config: Config, tell: Tell, launch: Launch | N
         rank_file(record, launch.rank).unlink(missing_ok=True)
     elif config.record and launch.rank == 0:
         tell(
-            {"kind": "warning", "text": "from here on the run is not recorded: only its part before it was resumed is"}
+            {
+                "kind": "warning",
+                "text": "from here on the run is not recorded: only its part before it was resumed is",
+            }
         )
     run = attach_to(config, model, optimizer, record=record)
     if record is not None and launch.rank == 0:
@@ -66,11 +78,17 @@ def train_rank(folder: RunFolder, config: Config, tell: Tell, launch: Launch | N
 
 
 def attach_to(
-    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, record: Path | None = None
+    config: Config,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    record: Path | None = None,
 ) -> Run:
     """Attach; what cannot be attached is a mistake to be told in one line."""
     try:
-        return attach(model, optimizer, config.strategy, deadline=config.deadline, record=record or False)
+        return attach(
+            model, optimizer, config.strategy, deadline=config.deadline, record=record or False
+        )
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise TrainingError(str(error)) from error
 
@@ -81,9 +99,12 @@ def own_device(name: str, local_rank: int) -> str:
         raise TrainingError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
     if name == "cpu":
         return name
-    count, index = torch.cuda.device_count(), name.partition(":")[2]
+    count = torch.cuda.device_count()
+    index = name.partition(":")[2]
     if count <= int(index or 0):
-        raise TrainingError(f"--device {name}: this machine has {count} CUDA devices; use --device cpu")
+        raise TrainingError(
+            f"--device {name}: this machine has {count} CUDA devices; use --device cpu"
+        )
     return name if index else f"cuda:{local_rank % count}"
 
 
@@ -92,7 +113,9 @@ def _trace_bytes(start: Start | None) -> int:
 
 
 def guarded(folder: RunFolder, config: Config, tell: Tell) -> int:
-    """`train_rank`, with the mistakes of the user and lost peers told in one line; the exit code."""
+    """`train_rank`, with the mistakes of the user and lost peers told in one line; the exit
+    code.
+    """
     try:
         train_rank(folder, config, tell)
     except KeyboardInterrupt:

@@ -26,12 +26,16 @@ from loosestep.training.rank import train_rank
 from loosestep.training.watch import Print, Show, explain, listener
 
 NEVER = 2**62
-LOOK, GRACE = 0.2, 2.0  # seconds between two looks whether the replay is over, and after a failure
+# seconds between two looks whether the replay is over, and after a failure
+LOOK = 0.2
+GRACE = 2.0
 
 
 @dataclass
 class Comparison:
-    """How a replay compares. `stopped`: what the rank said at which it was to stop; `problem`: what went wrong first."""
+    """How a replay compares. `stopped`: what the rank said at which it was to stop; `problem`:
+    what went wrong first.
+    """
 
     recordings: list[Recording]
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -60,11 +64,14 @@ class Comparison:
 
 
 def read_recordings(folder: RunFolder) -> tuple[Config, list[Recording]]:
-    """The configuration as it was recorded, and every rank's recording; what is missing or damaged is a TrainingError."""
+    """The configuration as it was recorded, and every rank's recording; what is missing or
+    damaged is a TrainingError.
+    """
     settings = folder.recording / folder.config_file.name
     if not settings.is_file():
         raise TrainingError(
-            f"{folder.path} was not recorded ({settings} is missing); record a run with: loosestep train --record"
+            f"{folder.path} was not recorded ({settings} is missing); record a run with: "
+            "loosestep train --record"
         )
     config = read_config(settings)
     try:
@@ -80,23 +87,34 @@ def replay_run(
     """Train again as real processes, from the recording, in a folder of its own."""
     config, recordings = read_recordings(folder)
     require_place(until, recordings)
-    scratch, comparison = scratch_folder(folder, config), Comparison(recordings)
+    scratch = scratch_folder(folder, config)
+    comparison = Comparison(recordings)
     errors: dict[int, str] = {}
 
     def take(message: dict[str, Any]) -> None:
         comparison.hear(message)
         show(message)
 
-    env = {FOLDER: str(folder.recording.resolve()), "OMP_NUM_THREADS": str(recordings[0].header["threads"])}
+    env = {
+        FOLDER: str(folder.recording.resolve()),
+        "OMP_NUM_THREADS": str(recordings[0].header["threads"]),
+    }
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a store that is waited for long says so, again and again
     if until is not None:
         env[UNTIL] = str(until)
     command = [sys.executable, "-m", "loosestep.training.rank", str(scratch.path)]
     hear = listener(take, print_line, errors)
-    with launch.start(command, nodes=config.nodes, ranks_per_node=config.counts(), env=env, output=hear) as job:
-        while not job.ended(LOOK) and comparison.stopped is None and not any(rank.returncode for rank in job.ranks):
+    with launch.start(
+        command, nodes=config.nodes, ranks_per_node=config.counts(), env=env, output=hear
+    ) as job:
+        while (
+            not job.ended(LOOK)
+            and comparison.stopped is None
+            and not any(rank.returncode for rank in job.ranks)
+        ):
             pass
-        job.ended(GRACE if comparison.stopped is None else 0.0)  # after a failure the others say what they know
+        # after a failure the others say what they know
+        job.ended(GRACE if comparison.stopped is None else 0.0)
         failed = [rank for rank in job.ranks if rank.returncode]
         if failed and comparison.stopped is None:
             culprits = [rank for rank in failed if rank.number in errors] or failed
@@ -106,10 +124,13 @@ def replay_run(
 
 
 def replay_in_process(folder: RunFolder, *, until: Place | None, show: Show) -> Comparison:
-    """Train again on virtual ranks in this process: slower than processes, and to be looked into with a debugger."""
+    """Train again on virtual ranks in this process: slower than processes, and to be looked into
+    with a debugger.
+    """
     config, recordings = read_recordings(folder)
     require_place(until, recordings)
-    scratch, comparison = scratch_folder(folder, config), Comparison(recordings)
+    scratch = scratch_folder(folder, config)
+    comparison = Comparison(recordings)
     topology = Topology(recordings[0].header["nodes"])
 
     def hear(message: dict[str, Any]) -> None:
@@ -149,7 +170,9 @@ def scratch_folder(folder: RunFolder, config: Config) -> RunFolder:
     shutil.rmtree(folder.replay, ignore_errors=True)
     folder.replay.mkdir()
     scratch = RunFolder(folder.replay)
-    config.but(record=False, bandwidth=None, checkpoint_every=NEVER, generation=0).write(scratch.config_file)
+    config.but(record=False, bandwidth=None, checkpoint_every=NEVER, generation=0).write(
+        scratch.config_file
+    )
     return scratch
 
 

@@ -1,12 +1,12 @@
 """Losses shared between ranks, so that all of them cut the learning rate at the same gradient.
 
-Collective strategies: at the end of round k every rank posts its mean loss of round k and reads everybody's of round
-k - 1. Those are there already, since no rank is a round ahead, and all ranks read the same: nobody waits, and the
-schedules stay equal bit for bit.
+Collective strategies: at the end of round k every rank posts its mean loss of round k and reads
+everybody's of round k - 1. Those are there already, since no rank is a round ahead, and all ranks
+read the same: nobody waits, and the schedules stay equal bit for bit.
 
-Gossip: whoever first ends a round observes the mean of what has been posted lately, and posts the state of its schedule,
-which the others take over when they get there. So no rank is needed, and when the store is gone each goes on by its own
-loss.
+Gossip: whoever first ends a round observes the mean of what has been posted lately, and posts the
+state of its schedule, which the others take over when they get there. So no rank is needed, and
+when the store is gone each goes on by its own loss.
 """
 
 from __future__ import annotations
@@ -30,19 +30,30 @@ class Board:
     """What the ranks of a run post for each other."""
 
     def __init__(
-        self, store: dist.Store, rank: int, *, world: int, deadline: float, gossip: bool, recorded: Recorded
+        self,
+        store: dist.Store,
+        rank: int,
+        *,
+        world: int,
+        deadline: float,
+        gossip: bool,
+        recorded: Recorded,
     ) -> None:
         """`recorded`: what makes readings that depend on time the same in a replay."""
         self._store = store
-        self._rank, self._world, self._deadline, self._gossip = rank, world, deadline, gossip
+        self._rank = rank
+        self._world = world
+        self._deadline = deadline
+        self._gossip = gossip
         self._recorded = recorded
         self.round = 0
         self.posted: float | None = None
         self._alone = False
 
     def end_round(self, loss: float, schedule: Schedule, *, number: int) -> None:
-        """Post this rank's loss of the round that ends, and let the schedule see the mean of all. `number` counts rounds
-        of all learners: under gossip a slow one may miss some."""
+        """Post this rank's loss of the round that ends, and let the schedule see the mean of all.
+        `number` counts rounds of all learners: under gossip a slow one may miss some.
+        """
         if not schedule.state_dict():  # a function of the gradients alone
             return
         if self._gossip:
@@ -74,7 +85,8 @@ class Board:
         except RuntimeError:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise TrainingError(
-                f"rank {missing} is a whole round of gradients behind or has ended; no loss of it within {self._deadline:g} s"
+                f"rank {missing} is a whole round of gradients behind or has ended; no loss of it "
+                f"within {self._deadline:g} s"
             ) from None
         return sum(float(value) for value in self._store.multi_get(keys)) / self._world
 
@@ -86,7 +98,9 @@ class Board:
             schedule.load_state_dict(state)
 
     def _decided(self, loss: float, schedule: Schedule, number: int) -> dict[str, Any] | None:
-        """The schedule's state after this round, by whoever ended it first; None when there is no store any more."""
+        """The schedule's state after this round, by whoever ended it first; None when there is
+        no store any more.
+        """
         if self._alone:
             return None
         before = schedule.state_dict()
@@ -104,13 +118,17 @@ class Board:
             self._alone = True
             schedule.load_state_dict(before)
             log.warning(
-                "the run's store is gone (%s); rank %s sets its learning rate by its own loss", error, self._rank
+                "the run's store is gone (%s); rank %s sets its learning rate by its own loss",
+                error,
+                self._rank,
             )
             return None
         return schedule.state_dict()
 
     def _latest(self, number: int) -> list[float]:
-        """What was posted in this round and the one before; what is older is of the dead, or of the very slow."""
+        """What was posted in this round and the one before; what is older is of the dead, or of
+        the very slow.
+        """
         keys = [f"latest/{rank}" for rank in range(self._world)]
         posted = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         return [loss for when, loss in posted if when >= number - 1]

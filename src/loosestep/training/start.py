@@ -1,7 +1,9 @@
-"""Where a run begins: untrained, at the checkpoints of its ranks, or, with other ranks than before, at their mean.
+"""Where a run begins: untrained, at the checkpoints of its ranks, or, with other ranks than before,
+at their mean.
 
-The same ranks as before go on exactly where they were: for collective strategies at the newest step of which every rank
-has an intact checkpoint; under gossip, where ranks are never at the same step, each at its own newest one.
+The same ranks as before go on exactly where they were: for collective strategies at the newest step
+of which every rank has an intact checkpoint; under gossip, where ranks are never at the same step,
+each at its own newest one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ START = "start"
 
 @dataclass(frozen=True)
 class Start:
-    """`gradients` were made before. `exact`: `state` is this rank's own; else only its model, optimizer and schedule."""
+    """`gradients` were made before. `exact`: `state` is this rank's own; else only its model,
+    optimizer and schedule.
+    """
 
     gradients: int
     state: dict[str, Any]
@@ -33,7 +37,9 @@ class Start:
 
 
 def find_start(folder: RunFolder, config: Config, rank: int, warn: Warn) -> Start | None:
-    """Where this rank begins; None for an untrained model. All ranks come to the same conclusion."""
+    """Where this rank begins; None for an untrained model. All ranks come to the same
+    conclusion.
+    """
     states = _states(folder, config, warn)
     known = [state for state in states if state is not None]
     if known:
@@ -48,17 +54,23 @@ def find_start(folder: RunFolder, config: Config, rank: int, warn: Warn) -> Star
     return None
 
 
-def rearrange(folder: RunFolder, config: Config, *, nodes: int, ranks_per_node: str, warn: Warn) -> tuple[Config, str]:
-    """Let a run go on with other ranks: a common start for them is written, then the configuration. What was done, in words."""
+def rearrange(
+    folder: RunFolder, config: Config, *, nodes: int, ranks_per_node: str, warn: Warn
+) -> tuple[Config, str]:
+    """Let a run go on with other ranks: a common start for them is written, then the
+    configuration. What was done, in words.
+    """
     changed = config.but(nodes=nodes, ranks_per_node=ranks_per_node)
-    before, after = _shape(config), _shape(changed)
+    before = _shape(config)
+    after = _shape(changed)
     if changed.counts() == config.counts():
         return config, ""
     states = [state for state in _states(folder, config, warn) if state is not None]
     ranks_told = 1  # by each state
     first = folder.generation(config.generation) / START
     if not states and first.is_dir():
-        states, ranks_told = [checkpoint.read(first)], sum(config.counts())
+        states = [checkpoint.read(first)]
+        ranks_told = sum(config.counts())
     if not states:
         changed.write(folder.config_file)
         return changed, f"no checkpoint yet: starting anew with {after} instead of {before}"
@@ -66,15 +78,25 @@ def rearrange(folder: RunFolder, config: Config, *, nodes: int, ranks_per_node: 
     shutil.rmtree(folder.generation(changed.generation), ignore_errors=True)
     one = config.chosen_strategy().learner == "world" or len(states) == 1
     parts = ("model", "optimizer", "schedule", "gradients", "seconds")
-    state = {name: (states[0] if one else {name: mean_tree([s[name] for s in states])})[name] for name in parts}
+    state = {
+        name: (states[0] if one else {name: mean_tree([s[name] for s in states])})[name]
+        for name in parts
+    }
     state["gradients"] = max(int(s["gradients"]) for s in states)
-    share = ranks_told / sum(changed.counts())  # what all ranks counted so far, divided among the new ones
-    state["stats"] = {name: share * sum(s["stats"][name] for s in states) for name in states[0]["stats"]}
+    # what all ranks counted so far, divided among the new ones
+    share = ranks_told / sum(changed.counts())
+    state["stats"] = {
+        name: share * sum(s["stats"][name] for s in states) for name in states[0]["stats"]
+    }
     checkpoint.write(folder.generation(changed.generation) / START, state)
     folder.merge_traces()
     changed.write(folder.config_file)
     shutil.rmtree(folder.generation(config.generation), ignore_errors=True)
-    what = "the model all ranks shared" if one else f"the mean of the {len(states)} ranks' models and optimizer states"
+    what = (
+        "the model all ranks shared"
+        if one
+        else f"the mean of the {len(states)} ranks' models and optimizer states"
+    )
     return changed, (
         f"{after} instead of {before}: all start from {what} at gradient {state['gradients']}; "
         "the data go on where they were, the strategy starts anew"
@@ -105,7 +127,8 @@ def _states(folder: RunFolder, config: Config, warn: Warn) -> list[dict[str, Any
     if common is None:
         if all(Checkpoints(path).list() for path in folders):
             raise TrainingError(
-                f"{folders[0].parent}: no step has an intact checkpoint of every rank; nothing to resume from"
+                f"{folders[0].parent}: no step has an intact checkpoint of every rank; nothing to "
+                "resume from"
             )
         return [None] * len(folders)
     return list(common[1])

@@ -1,4 +1,6 @@
-"""The process that watches a run: it starts the ranks, hears what they say, and knows how it ended."""
+"""The process that watches a run: it starts the ranks, hears what they say, and knows how it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from loosestep.launch import Job, Output, Rank, describe
 from loosestep.runfolder.config import Config, TrainingError
 from loosestep.runfolder.folder import RunFolder
 
-MARK = "@loosestep "  # begins a line of a rank that is for the process that watches, not for the user
+# begins a line of a rank that is for the process that watches, not for the user
+MARK = "@loosestep "
 DIVERGED = 3  # the exit code of a rank whose loss is no number any more
 Show = Callable[[dict[str, Any]], None]
 Print = Callable[[Rank, str], None]
@@ -23,15 +26,21 @@ Print = Callable[[Rank, str], None]
 
 @dataclass
 class Ending:
-    """How a run ended. `complete`: the final model was judged; `problem`: what went wrong first, in one line."""
+    """How a run ended. `complete`: the final model was judged; `problem`: what went wrong first,
+    in one line.
+    """
 
     complete: bool = False
     diverged: bool = False
     problem: str = ""
 
 
-def watch(folder: RunFolder, *, show: Show, print_line: Print, timeout: float | None = None) -> Ending:
-    """Run all ranks to their end. `show` gets every message of a rank, `print_line` whatever else it writes."""
+def watch(
+    folder: RunFolder, *, show: Show, print_line: Print, timeout: float | None = None
+) -> Ending:
+    """Run all ranks to their end. `show` gets every message of a rank, `print_line` whatever
+    else it writes.
+    """
     config = folder.config()
     ending = Ending()
     errors: dict[int, str] = {}
@@ -53,7 +62,9 @@ def watch(folder: RunFolder, *, show: Show, print_line: Print, timeout: float | 
 
 
 def listener(take: Show, print_line: Print, errors: dict[int, str]) -> Output:
-    """For the output of ranks: their messages go to `take`, what they say of errors to `errors`, all else is printed."""
+    """For the output of ranks: their messages go to `take`, what they say of errors to `errors`,
+    all else is printed.
+    """
 
     def hear(rank: Rank, line: str) -> None:
         if not line.startswith(MARK):
@@ -68,7 +79,9 @@ def listener(take: Show, print_line: Print, errors: dict[int, str]) -> Output:
 
 
 def make_lab(config: Config) -> Lab | None:
-    """The emulated cluster that a run asks for, not started; that it cannot be had here is told in one line."""
+    """The emulated cluster that a run asks for, not started; that it cannot be had here is told
+    in one line.
+    """
     if config.bandwidth is None:
         return None
     try:
@@ -88,7 +101,9 @@ def check_lab(config: Config) -> None:
 def _start(config: Config, command: list[str], output: Output) -> Iterator[Job]:
     lab = make_lab(config)
     if lab is None:
-        with launch.start(command, nodes=config.nodes, ranks_per_node=config.counts(), output=output) as job:
+        with launch.start(
+            command, nodes=config.nodes, ranks_per_node=config.counts(), output=output
+        ) as job:
             yield job
         return
     with lab, lab.start(command, output=output) as job:
@@ -96,6 +111,8 @@ def _start(config: Config, command: list[str], output: Output) -> Iterator[Job]:
 
 
 def explain(rank: Rank, errors: dict[int, str]) -> str:
-    """The first failure; of a rank that was killed without a word, what the others say about it is no news."""
+    """The first failure; of a rank that was killed without a word, what the others say about it
+    is no news.
+    """
     place = f"rank {rank.number} on node {rank.place.node}"
     return f"{place}: {errors.get(rank.number) or describe(rank.returncode or 0)}"

@@ -1,4 +1,6 @@
-"""Channels on a device, seen from the host: what waits, what is cut off, what is left. The group is a fake one."""
+"""Channels on a device, seen from the host: what waits, what is cut off, what is left. The group
+is a fake one.
+"""
 
 import logging
 import os
@@ -10,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loosestep.core.collectives.nccl import GRADIENTS, LANES, NearChannel, Reach, open_group, read_ways
+from loosestep.core.collectives.nccl import (
+    GRADIENTS,
+    LANES,
+    NearChannel,
+    Reach,
+    open_group,
+    read_ways,
+)
 from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.messages.heartbeat import Pulse
 
@@ -22,7 +31,8 @@ class FakeWork:
     """An operation that was queued. `done` says whether the device has got there."""
 
     def __init__(self, done: bool) -> None:
-        self.done, self.waits = done, []
+        self.done = done
+        self.waits = []
 
     def wait(self, *timeout: timedelta) -> bool:
         self.waits.append(timeout)
@@ -37,7 +47,9 @@ class FakeGroup:
 
     def __init__(self, *, answers: bool = True) -> None:
         self.calls: list[str] = []
-        self.done, self.works, self._answers = True, [], threading.Event()
+        self.done = True
+        self.works = []
+        self._answers = threading.Event()
         if answers:
             self._answers.set()
 
@@ -60,7 +72,13 @@ class FakeGroup:
 def channel_on(group: FakeGroup, pulse: Pulse | None = None) -> NearChannel:
     with patch("loosestep.core.collectives.nccl.open_group", lambda *_: group):
         return NearChannel(
-            [0, 1], 0, name="test", store=dist.HashStore(), pulse=pulse, nodes=[0, 0], device=torch.device("cpu")
+            [0, 1],
+            0,
+            name="test",
+            store=dist.HashStore(),
+            pulse=pulse,
+            nodes=[0, 0],
+            device=torch.device("cpu"),
         )
 
 
@@ -91,7 +109,9 @@ def test_what_is_in_flight_is_cut_off_once_when_somebody_is_lost(pulse, caplog):
         pulse.hurt(LostPeer(1, "again"))
         channel.abandon()
     assert group.calls == ["abort"]
-    assert [record.message.split(":")[0] for record in caplog.records] == ["a sum on the device was cut off in flight"]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "a sum on the device was cut off in flight"
+    ]
 
 
 def test_operations_after_the_cut_name_who_is_lost(pulse):
@@ -122,7 +142,9 @@ def test_devices_that_nccl_cannot_connect_are_an_error_that_says_how_to_do_witho
         def allreduce(self, tensors, options):
             raise RuntimeError("no route to the other GPU")
 
-    with pytest.raises(CommError, match=r"ranks 0, 1: no route to the other GPU.*LOOSESTEP_GRADIENTS=host"):
+    with pytest.raises(
+        CommError, match=r"ranks 0, 1: no route to the other GPU.*LOOSESTEP_GRADIENTS=host"
+    ):
         channel_on(Unconnected())
 
 
@@ -172,7 +194,10 @@ def test_nccls_watchdog_is_quiet_for_our_group_only(monkeypatch):
             pass
 
         def __init__(self, store, index, size, options):
-            seen.update({k: v for k, v in os.environ.items() if k.startswith("TORCH_NCCL")}, timeout=options._timeout)
+            seen.update(
+                {k: v for k, v in os.environ.items() if k.startswith("TORCH_NCCL")},
+                timeout=options._timeout,
+            )
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Fake, raising=False)
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")

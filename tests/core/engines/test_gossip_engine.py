@@ -31,11 +31,15 @@ def train(rank: int, strategy: Any, steps: int, *, reload: bool = False) -> dict
 
 
 def test_a_step_of_a_node_counts_the_gradients_of_its_ranks() -> None:
-    topology, steps = Topology([[0, 1, 2], [3]]), [10, 10, 10, 40]
-    done = simulate(lambda rank: train(rank, "adpsgd:replica=node", steps[rank]), ranks=4, topology=topology)
+    topology = Topology([[0, 1, 2], [3]])
+    steps = [10, 10, 10, 40]
+    done = simulate(
+        lambda rank: train(rank, "adpsgd:replica=node", steps[rank]), ranks=4, topology=topology
+    )
     assert [result["total"] for result in done.results] == [3 * 10 + 40] * 4
     seen = [result["seen"] for result in done.results]
-    assert seen[0] == seen[1] == seen[2]  # all ranks of a node go by the same count, those beyond the last lane too
+    # all ranks of a node go by the same count, those beyond the last lane too
+    assert seen[0] == seen[1] == seen[2]
     assert seen[0][-1] > 30
 
 
@@ -49,30 +53,42 @@ def test_the_momentum_of_a_state_that_was_loaded_after_attach_is_averaged() -> N
 
 
 def test_exchanges_per_second_are_told() -> None:
-    done = simulate(lambda rank: train(rank, "adpsgd", 20), ranks=2, cluster=Cluster(compute="100ms"))
+    done = simulate(
+        lambda rank: train(rank, "adpsgd", 20), ranks=2, cluster=Cluster(compute="100ms")
+    )
     for result in done.results:
         assert result["stats"]["exchanges_per_second"] == pytest.approx(10, rel=0.2)
         assert result["stats"]["fold_cpu_seconds"] == 0.0  # takes no virtual time
 
 
 def test_a_graph_that_falls_apart_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    path, failures = ADPSGD(topology={0: [1], 1: [2], 2: [3]}), {1: "550ms"}
+    path = ADPSGD(topology={0: [1], 1: [2], 2: [3]})
+    failures = {1: "550ms"}
     with caplog.at_level(logging.WARNING, "loosestep"):
         done = simulate(
-            lambda rank: train(rank, path, 20), ranks=4, cluster=Cluster(compute="100ms", failures=failures)
+            lambda rank: train(rank, path, 20),
+            ranks=4,
+            cluster=Cluster(compute="100ms", failures=failures),
         )
     apart = [moment for moment in done.events if moment.kind == "graph_apart"]
     assert [moment.rank for moment in apart] == [0, 2, 3]
     assert all(moment.fields["parts"] == [[0], [2, 3]] for moment in apart)
-    assert sum("fallen apart: the ranks [0] and [2, 3]" in message for message in caplog.messages) == 3
+    assert (
+        sum("fallen apart: the ranks [0] and [2, 3]" in message for message in caplog.messages) == 3
+    )
 
 
 def test_a_ring_closes_over_the_gap_that_a_dead_rank_leaves_which_is_no_news() -> None:
     cluster = Cluster(compute="100ms", failures={1: "550ms"})
     done = simulate(lambda rank: train(rank, "adpsgd", 20), ranks=4, cluster=cluster)
-    partners = [moment.fields["peer"] for moment in done.events if moment.kind == "start" and moment.rank == 0]
+    partners = [
+        moment.fields["peer"]
+        for moment in done.events
+        if moment.kind == "start" and moment.rank == 0
+    ]
     assert partners == [1] * 6 + [2] * 14  # its death is noticed after 0.13 s
-    assert done.results[0]["stats"]["exchanges"] >= 17  # one may drop with rank 1, the last may be on its way
+    # one may drop with rank 1, the last may be on its way
+    assert done.results[0]["stats"]["exchanges"] >= 17
     assert not [moment for moment in done.events if moment.kind == "graph_apart"]
 
 
@@ -81,12 +97,16 @@ def test_a_peer_that_makes_long_steps_is_warned_of_once_and_recorded_every_time(
 ) -> None:
     def stall(rank: int) -> None:
         model = nn.Linear(1, 1)
-        with loosestep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "adpsgd", deadline=20) as run:
+        with loosestep.attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), "adpsgd", deadline=20
+        ) as run:
             for peer in (1, 2, 1, 2) if rank == 0 else ():
                 run._engine._event("peer_no_progress", peer=peer, progress=0)
 
     done = simulate(stall, ranks=3)
-    assert [moment.fields["peer"] for moment in done.events if moment.kind == "peer_no_progress"] == [1, 2, 1, 2]
+    assert [
+        moment.fields["peer"] for moment in done.events if moment.kind == "peer_no_progress"
+    ] == [1, 2, 1, 2]
     assert [message for message in caplog.messages if "no progress" in message] == [
         "peer no progress: peer=1, progress=0",
         "peer no progress: peer=2, progress=0",
@@ -94,15 +114,24 @@ def test_a_peer_that_makes_long_steps_is_warned_of_once_and_recorded_every_time(
 
 
 @pytest.mark.parametrize(("rate", "begun"), [(0.25, 5), (1, 20), (2, 40)])
-def test_a_learner_begins_as_many_exchanges_a_step_as_its_rate_says(rate: float, begun: int) -> None:
-    done = simulate(lambda rank: train(rank, ADPSGD(rate=rate), 20), ranks=3, cluster=Cluster(compute="100ms"))
+def test_a_learner_begins_as_many_exchanges_a_step_as_its_rate_says(
+    rate: float, begun: int
+) -> None:
+    done = simulate(
+        lambda rank: train(rank, ADPSGD(rate=rate), 20), ranks=3, cluster=Cluster(compute="100ms")
+    )
     for rank in range(3):
-        assert sum(moment.kind == "start" and moment.rank == rank for moment in done.events) == begun
+        assert (
+            sum(moment.kind == "start" and moment.rank == rank for moment in done.events) == begun
+        )
 
 
 def narrow(rank: int) -> list[tuple[float, float]]:
-    """A variance before and after each step; rank 0's falls from 100 to 1/100 while its first exchange is on its way."""
-    norm, seen = nn.BatchNorm1d(1, momentum=1.0), []
+    """A variance before and after each step; rank 0's falls from 100 to 1/100 while its first
+    exchange is on its way.
+    """
+    norm = nn.BatchNorm1d(1, momentum=1.0)
+    seen = []
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
     unit = torch.tensor([[-1.0], [1.0]]) / 2**0.5  # of variance 1
     with loosestep.attach(norm, optimizer, "adpsgd"):
@@ -122,7 +151,9 @@ def test_a_late_delta_leaves_a_tenth_of_a_variance_that_it_would_pull_below_zero
 
 def test_a_random_ring_of_two_is_remarked_upon_once(caplog: pytest.LogCaptureFixture) -> None:
     simulate(lambda rank: train(rank, "adpsgd:topology=random-ring", 2), ranks=2)
-    assert [record.levelno for record in caplog.records if "equals pairs" in record.message] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if "equals pairs" in record.message] == [
+        logging.WARNING
+    ]
 
 
 @pytest.mark.parametrize("secret", [{"key": "0123456789abcdef"}, {"encrypt": True}])

@@ -35,7 +35,9 @@ def test_momentum_that_is_made_before_the_first_step_changes_no_step(kind, optio
     assert all((tensor == 0).all() for tensor in found)
     for _ in range(3):
         torch.testing.assert_close(step(optimizer, model), step(plain, twin), rtol=0, atol=0)
-    assert [tensor.data_ptr() for tensor in momentum([optimizer])] == [tensor.data_ptr() for tensor in found]
+    assert [tensor.data_ptr() for tensor in momentum([optimizer])] == [
+        tensor.data_ptr() for tensor in found
+    ]
     assert all((tensor > 0).all() for tensor in found)
 
 

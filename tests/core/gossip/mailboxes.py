@@ -27,7 +27,9 @@ def wait_until(condition, seconds=10.0):
 
 
 def cut(addresses: Collection[tuple[str, int]]) -> int:
-    """Break the connections of this process to these addresses, as a firewall that forgets them would; how many."""
+    """Break the connections of this process to these addresses, as a firewall that forgets them
+    would; how many.
+    """
     broken = 0
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # not a socket, not connected, or closed meanwhile
@@ -56,7 +58,10 @@ class Cluster:
         self.all(self._open)
 
     def _open(self, rank):
-        options = {k: v(rank) if k in ("lose", "timing") and callable(v) else v for k, v in self.options.items()}
+        options = {
+            k: v(rank) if k in ("lose", "timing") and callable(v) else v
+            for k, v in self.options.items()
+        }
         events = self.events[rank]
         self.boxes[rank] = Mailbox(
             self.store,
@@ -104,7 +109,9 @@ def cluster(n, **options):
 
 
 def die_at(victim, matches, count=1):
-    """A hook that ends the victim's communication thread without a goodbye, as kill -9 would, before a certain frame."""
+    """A hook that ends the victim's communication thread without a goodbye, as kill -9 would,
+    before a certain frame.
+    """
     left = [count]
 
     def of(rank):

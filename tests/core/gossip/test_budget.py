@@ -7,7 +7,9 @@ from loosestep.core.gossip.budget import Pace
 
 def settle(cost_per_exchange, *, steps_per_second=50, share=0.1, cores=1.0):
     """A learner whose peers keep the same pace: every exchange begun is matched by one answered."""
-    pace, used, begun = Pace(1.0, share=share, cores=cores), 0.0, []
+    pace = Pace(1.0, share=share, cores=cores)
+    used = 0.0
+    begun = []
     for step in range(60 * steps_per_second):
         exchanges = pace.due(step / steps_per_second, used)
         begun.append(exchanges)

@@ -1,4 +1,6 @@
-"""The end of a run as a pure game of messages and deaths: all survivors end with the same average."""
+"""The end of a run as a pure game of messages and deaths: all survivors end with the same
+average.
+"""
 
 import numpy as np
 import torch
@@ -10,15 +12,20 @@ from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.messages.frames import Flags, Topic
 from loosestep.core.messages.members import Members, State
 
-N, CHUNKS = 4, 2
+N = 4
+CHUNKS = 2
 
 
 class Rank:
     def __init__(self, rank):
         self.rank = rank
-        self.shadow = Shadow([torch.full((2 * CHUNKS,), 10.0**rank, dtype=torch.float64)], chunk_bytes=16)
+        self.shadow = Shadow(
+            [torch.full((2 * CHUNKS,), 10.0**rank, dtype=torch.float64)], chunk_bytes=16
+        )
         peers = [peer for peer in range(N) if peer != rank]
-        self.members = Members(peers, now=0.0, suspend=1e9, deadline=1e9, emit=lambda kind, **fields: None)
+        self.members = Members(
+            peers, now=0.0, suspend=1e9, deadline=1e9, emit=lambda kind, **fields: None
+        )
         self.ending = Ending(rank, self.shadow, self.members, retry=1.0)
         self.ending.done = True
 
@@ -29,7 +36,8 @@ class Game:
     def __init__(self):
         self.ranks = [Rank(rank) for rank in range(N)]
         self.flying = []  # (source, dest, word, flags, promised); word is None for a beat
-        self.dead, self.left = set(), set()
+        self.dead = set()
+        self.left = set()
         self.now = 0.0
         for rank in self.ranks:
             self.turn(rank)
@@ -47,7 +55,9 @@ class Game:
                 self.send(rank, peer, ("bye", None, None, None, None))
         if rank.ending.fetch is not None:
             for peer, chunk in rank.ending.fetch.asks(self.now):
-                self.send(rank, peer, ("ask", rank.ending.fetch.topic, rank.ending.fetch.tag, chunk, None))
+                self.send(
+                    rank, peer, ("ask", rank.ending.fetch.topic, rank.ending.fetch.tag, chunk, None)
+                )
 
     def deliver(self, index):
         source, dest, word, flags, promised = self.flying.pop(index % len(self.flying))
@@ -73,7 +83,11 @@ class Game:
             self.dead.add(rank)
 
     def notice(self, rank, peer):
-        if peer in self.dead and rank not in self.dead and self.ranks[rank].members.remove(peer, State.DEAD):
+        if (
+            peer in self.dead
+            and rank not in self.dead
+            and self.ranks[rank].members.remove(peer, State.DEAD)
+        ):
             self.turn(self.ranks[rank])
 
     def settle(self):
@@ -89,7 +103,11 @@ class Game:
             self.now += 2.0
             for rank in survivors:
                 for peer in rank.members.present():
-                    self.send(rank, peer, ("bye", None, None, None, None) if rank.rank in self.left else None)
+                    self.send(
+                        rank,
+                        peer,
+                        ("bye", None, None, None, None) if rank.rank in self.left else None,
+                    )
                 self.turn(rank)
         raise AssertionError("the run does not end")
 
@@ -130,7 +148,9 @@ def test_survivors_agree_whatever_is_late_lost_or_killed(script):
 
 
 def test_a_result_of_an_older_view_is_refused_after_a_newer_collection_was_answered():
-    """Rank 3 has half of rank 0's average when rank 0 dies and rank 1 collects anew; then the other half arrives."""
+    """Rank 3 has half of rank 0's average when rank 0 dies and rank 1 collects anew; then the
+    other half arrives.
+    """
     rank = Rank(3)
     rank.members.hear(0, 0.0, progress=0, flags=Flags.DONE | Flags.DRAINED | Flags.HOLDS)
     rank.ending.advance(pending=0)

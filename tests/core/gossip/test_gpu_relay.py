@@ -1,4 +1,6 @@
-"""Boundaries in two halves, as on an accelerator: nothing is lost, nothing counts twice, nobody waits."""
+"""Boundaries in two halves, as on an accelerator: nothing is lost, nothing counts twice, nobody
+waits.
+"""
 
 import threading
 
@@ -10,19 +12,24 @@ from hypothesis import strategies as st
 
 from loosestep.core.gossip.shadow import Shadow
 
-SIZES, CHUNK = (7, 6), 4 * 8
+SIZES = (7, 6)
+CHUNK = 4 * 8
 
 
 def learner(seed, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    params = [torch.randn(size, dtype=torch.float64, generator=generator).to(dtype) for size in SIZES]
+    params = [
+        torch.randn(size, dtype=torch.float64, generator=generator).to(dtype) for size in SIZES
+    ]
     return params, Shadow(params, chunk_bytes=CHUNK, relayed=True)
 
 
 def exchange(first, second, chunk, weight=0.5):
     """Both shadows move by `weight` of the difference of the same pair of values."""
-    a, b = first.read(chunk), second.read(chunk)
-    mine, theirs = a.value.copy(), b.value.copy()
+    a = first.read(chunk)
+    b = second.read(chunk)
+    mine = a.value.copy()
+    theirs = b.value.copy()
     first.move(chunk, weight, mine=mine, theirs=theirs, snapshot=first.steps)
     second.move(chunk, weight, mine=theirs, theirs=mine, snapshot=second.steps)
 
@@ -122,7 +129,8 @@ def test_what_has_landed_is_in_the_parameters_after_the_boundary():
 
 def test_a_boundary_takes_the_chunks_that_have_landed_and_no_other():
     params, shadow = learner(0)
-    start, expected = flat(params), flat(params)
+    start = flat(params)
+    expected = flat(params)
     for chunk in (0, 2):
         land(shadow, chunk, 1)
         shadow.slice(chunk, expected)[:] += 1
@@ -147,7 +155,8 @@ def test_the_shadow_is_whole_while_the_parameters_travel(gate):
         land(shadow, 1, 5)
         shadow.slice(0, expected)[:] += 6
         shadow.slice(1, expected)[:] += 5
-        np.testing.assert_allclose(shadow.flat(), expected)  # nothing of the step yet, and all that has landed
+        # nothing of the step yet, and all that has landed
+        np.testing.assert_allclose(shadow.flat(), expected)
         assert shadow.published == step
         opened.set()
         wait_for_the_second_half(shadow)

@@ -19,7 +19,8 @@ from loosestep.core.messages.frames import Header, Kind
 
 def test_an_exchange_averages_both_shadows():
     with cluster(2) as c:
-        a, b = c.flat(0), c.flat(1)
+        a = c.flat(0)
+        b = c.flat(1)
         assert c.exchange(0, 1, 1 / 3) == "exchanged"
         np.testing.assert_allclose(c.flat(0), a + (b - a) / 3)
         np.testing.assert_allclose(c.flat(1), b + (a - b) / 3)
@@ -37,7 +38,9 @@ def test_a_model_of_many_chunks_is_exchanged_whole():
         np.testing.assert_allclose(c.flat(1), mean)
 
 
-@pytest.mark.parametrize("options", [{}, {"key": KEY}, {"key": KEY, "encrypt": True}], ids=["clear", "key", "curve"])
+@pytest.mark.parametrize(
+    "options", [{}, {"key": KEY}, {"key": KEY, "encrypt": True}], ids=["clear", "key", "curve"]
+)
 def test_the_mean_is_untouched_by_exchanges_with_steps_and_losses(options):
     def loser(rank):
         draw = np.random.default_rng(rank)
@@ -65,7 +68,9 @@ def test_the_mean_is_untouched_by_exchanges_with_steps_and_losses(options):
         assert all(not c.said(rank, "peer_dead") for rank in range(4))
 
 
-def test_a_full_queue_loses_nothing_and_nothing_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_loses_nothing_and_nothing_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mailbox, "QUEUE", 1)  # every second frame has to wait for its socket
     with cluster(2, size=1 << 20, timing=Timing(beat=0.05, suspend=5.0, retry=2.0)) as c:
         for _ in range(10):
@@ -83,7 +88,8 @@ def test_exchange_never_blocks_and_returns_the_one_in_flight():
 
 
 def test_an_exchange_outlives_the_connections_on_which_it_began() -> None:
-    losing, lost = threading.Event(), threading.Event()
+    losing = threading.Event()
+    lost = threading.Event()
 
     def lose(header: Header) -> bool:
         if header.kind != Kind.REPLY or not losing.is_set():
@@ -144,7 +150,8 @@ def test_a_learner_that_makes_no_progress_is_named_once():
 
 def test_a_learner_that_waits_for_the_end_is_not_said_to_make_no_progress() -> None:
     with cluster(2) as c:
-        courier, heard = c.boxes[0]._courier, c.boxes[1]._courier.counters
+        courier = c.boxes[0]._courier
+        heard = c.boxes[1]._courier.counters
         ending = c.pool.submit(c.boxes[0].finish, c.params[0], 15)
         wait_until(lambda: courier.ending.done)
         courier.stepped -= 1000.0
@@ -200,7 +207,8 @@ def test_traffic_is_told_now_and_then_and_adds_up(monkeypatch):
         assert len(c.said(0, "traffic")) == 3
         distance = c.said(0, "traffic")[0]["distance"]
     assert sum(event["sent"] for event in c.said(0, "traffic")) == c.boxes[0].counters["bytes_sent"]
-    assert distance == pytest.approx(0.7, rel=0.2)  # two unit normal vectors: 1/sqrt(2) from their mean
+    # two unit normal vectors: 1/sqrt(2) from their mean
+    assert distance == pytest.approx(0.7, rel=0.2)
 
 
 def test_folding_counts_processor_time_apart_from_the_clock():
@@ -226,7 +234,11 @@ def test_lockstep_rounds_use_the_values_of_the_start_of_the_round():
         start = np.stack([c.flat(rank) for rank in range(3)])
         weights = np.full((3, 3), 0.25) + np.eye(3) / 4
         for number in range(5):
-            c.all(lambda r, k=number: c.boxes[r].lockstep_round(k, {j: 0.25 for j in range(3) if j != r}))
+            c.all(
+                lambda r, k=number: c.boxes[r].lockstep_round(
+                    k, {j: 0.25 for j in range(3) if j != r}
+                )
+            )
         expected = np.linalg.matrix_power(weights, 5) @ start
         for rank in range(3):
             np.testing.assert_allclose(c.flat(rank), expected[rank])
@@ -235,7 +247,9 @@ def test_lockstep_rounds_use_the_values_of_the_start_of_the_round():
 def test_a_round_in_lockstep_that_a_neighbour_never_reaches_says_what_it_needs():
     with (
         cluster(2) as c,
-        pytest.raises(TimeoutError, match=r"round 3 with ranks \[1\] \(all must make as many steps\)"),
+        pytest.raises(
+            TimeoutError, match=r"round 3 with ranks \[1\] \(all must make as many steps\)"
+        ),
     ):
         c.boxes[0].lockstep_round(3, {1: 0.5}, timeout=0.1)
 
@@ -262,11 +276,10 @@ def test_folding_is_put_off_longer_while_nothing_has_landed():
     with cluster(2) as c:
         box = c.boxes[0]
         box.boundary(c.params[0])
-        box._fold_share, box._fold_cost, box._folded_at = (
-            1.0,
-            10.0,
-            time.monotonic() - 20,
-        )  # ten seconds would be enough
+        # ten seconds would be enough
+        box._fold_share = 1.0
+        box._fold_cost = 10.0
+        box._folded_at = time.monotonic() - 20
         assert box.boundary(c.params[0]).skipped
         c.exchange(1, 0)
         assert not box.boundary(c.params[0]).skipped
@@ -286,12 +299,16 @@ def test_a_peer_meets_the_parameters_of_the_step_at_which_the_exchange_begins():
 
 def test_an_exchange_begins_when_the_parameters_have_come_from_their_accelerator(monkeypatch):
     monkeypatch.setattr(
-        "loosestep.core.gossip.mailbox.Shadow", lambda *args, **kw: Shadow(*args, **{**kw, "relayed": True})
+        "loosestep.core.gossip.mailbox.Shadow",
+        lambda *args, **kw: Shadow(*args, **{**kw, "relayed": True}),
     )
     with cluster(2, fold_share=1e9) as c:
-        arrived, staging = threading.Event(), c.boxes[0]._shadow.relay._staging
+        arrived = threading.Event()
+        staging = c.boxes[0]._shadow.relay._staging
         send = staging.send
-        monkeypatch.setattr(staging, "send", lambda *pairs, **after: (arrived.wait(10), send(*pairs, **after))[1])
+        monkeypatch.setattr(
+            staging, "send", lambda *pairs, **after: (arrived.wait(10), send(*pairs, **after))[1]
+        )
         c.params[0][0] += 8
         c.boxes[0].boundary(c.params[0])
         pending = c.boxes[0].exchange(1)

@@ -1,4 +1,6 @@
-"""The mailbox, several ranks in one process: the end of a run, silence, deaths, a communication thread that fails."""
+"""The mailbox, several ranks in one process: the end of a run, silence, deaths, a communication
+thread that fails.
+"""
 
 import os
 import threading
@@ -27,7 +29,9 @@ def test_finish_waits_for_the_slow_and_answers_them_meanwhile():
 
 
 def test_a_rank_that_says_drained_begins_no_chunk_that_was_still_waiting():
-    """Lost ACKs fill the cache, so rank 0 must wait with its chunks; when it ends, they must not follow later."""
+    """Lost ACKs fill the cache, so rank 0 must wait with its chunks; when it ends, they must not
+    follow later.
+    """
     deaf = threading.Event()
     deaf.set()
 
@@ -54,8 +58,12 @@ POINTS = {
     "before it collects": lambda h: h.kind == Kind.ASK and h.topic == Topic.FINAL,
     "while it collects": lambda h: h.kind == Kind.ASK and h.topic == Topic.FINAL and h.chunk == 2,
     "before it gives the first chunk": lambda h: h.kind == Kind.VALUE and h.topic == Topic.RESULT,
-    "while it gives the result": lambda h: h.kind == Kind.VALUE and h.topic == Topic.RESULT and h.chunk == 2,
-    "when one other may have all": lambda h: h.kind == Kind.VALUE and h.topic == Topic.RESULT and h.chunk == 3,
+    "while it gives the result": lambda h: (
+        h.kind == Kind.VALUE and h.topic == Topic.RESULT and h.chunk == 2
+    ),
+    "when one other may have all": lambda h: (
+        h.kind == Kind.VALUE and h.topic == Topic.RESULT and h.chunk == 3
+    ),
     "at its first word": lambda h: h.kind == Kind.BEAT and h.flags & 8,
     "when it leaves": lambda h: h.kind == Kind.BYE,
 }
@@ -75,7 +83,8 @@ def test_survivors_end_identical_wherever_the_coordinator_dies(point, count):
         c.all(end)
         survivors = [params[0] for params in c.params[1:]]
         assert all(torch.equal(survivors[0], other) for other in survivors)
-        with_it, without = c.start / 4, (c.start - start_vector(0, 4 * CHUNK_BYTES // 8, torch.float64)) / 3
+        with_it = c.start / 4
+        without = (c.start - start_vector(0, 4 * CHUNK_BYTES // 8, torch.float64)) / 3
         assert torch.allclose(survivors[0], with_it) or torch.allclose(survivors[0], without)
         assert all(len(c.said(rank, "peer_dead")) <= 1 for rank in (1, 2, 3))
 
@@ -103,7 +112,9 @@ def test_what_was_applied_but_not_confirmed_is_told_exactly():
         wait_until(lambda: c.said(0, "peer_dead"))
         (event,) = c.said(0, "peer_dead")
         assert event["unconfirmed"] == [(0, 1)]
-        assert event["moved"] == pytest.approx(c.flat(0).sum() - start_vector(0, 1000, torch.float64).sum().item())
+        assert event["moved"] == pytest.approx(
+            c.flat(0).sum() - start_vector(0, 1000, torch.float64).sum().item()
+        )
 
 
 def test_goodbye_is_not_a_death():
@@ -121,11 +132,15 @@ def test_a_goodbye_says_whether_its_rank_holds_the_result():
         c.finish([0, 1])
         c.boxes[1].close()
         wait_until(lambda: c.boxes[0].left() == {1, 2})
-        assert [(event["peer"], event["finished"]) for event in c.said(0, "peer_left")] == [(2, False), (1, True)]
+        assert [(event["peer"], event["finished"]) for event in c.said(0, "peer_left")] == [
+            (2, False),
+            (1, True),
+        ]
 
 
 def test_a_mailbox_whose_thread_is_just_failing_is_closed_all_the_same():
-    failed, told = threading.Event(), threading.Event()
+    failed = threading.Event()
+    told = threading.Event()
 
     def linger(kind, **_):
         failed.set()
@@ -172,7 +187,8 @@ def test_a_silent_peer_is_suspended_resumed_and_keeps_its_exchange():
         silent.set()
         pending = c.boxes[0].exchange(1)
         wait_until(lambda: c.boxes[0].suspended() == {1})
-        wait_until(lambda: c.boxes[1].suspended() == {0})  # told that it is not heard: both ends give the edge up
+        # told that it is not heard: both ends give the edge up
+        wait_until(lambda: c.boxes[1].suspended() == {0})
         assert c.exchange(1, 0) == "skipped"
         silent.clear()
         assert pending.wait(10)
@@ -187,7 +203,9 @@ def test_a_peer_that_stays_silent_is_evicted_and_told():
     def mute(rank):
         return lambda header: rank == 1 and silent.is_set()
 
-    with cluster(2, lose=mute, timing=lambda rank: Timing(**QUICK, deadline=1.0 if rank == 0 else 30.0)) as c:
+    with cluster(
+        2, lose=mute, timing=lambda rank: Timing(**QUICK, deadline=1.0 if rank == 0 else 30.0)
+    ) as c:
         silent.set()
         wait_until(lambda: c.boxes[0].dead() == {1})
         assert len(c.said(0, "peer_dead")) == 1
@@ -201,7 +219,9 @@ def test_a_peer_that_is_not_heard_again_is_told_that_it_was_evicted():
     def mute(rank):
         return lambda header: rank == 1
 
-    with cluster(2, lose=mute, timing=lambda rank: Timing(**QUICK, deadline=0.5 if rank == 0 else 30.0)) as c:
+    with cluster(
+        2, lose=mute, timing=lambda rank: Timing(**QUICK, deadline=0.5 if rank == 0 else 30.0)
+    ) as c:
         wait_until(lambda: c.boxes[1].dead() == {0})
         with pytest.raises(ConnectionError, match=r"evicted by ranks \[0\]"):
             c.boxes[1].finish(c.params[1], 10)
@@ -211,7 +231,9 @@ def test_a_rank_that_one_peer_evicted_ends_with_the_others_when_these_have_left_
     def cut(rank):
         return lambda header: (rank, header.dest) == (0, 2)
 
-    with cluster(3, lose=cut, timing=lambda rank: Timing(**QUICK, deadline=0.5 if rank == 2 else 30.0)) as c:
+    with cluster(
+        3, lose=cut, timing=lambda rank: Timing(**QUICK, deadline=0.5 if rank == 2 else 30.0)
+    ) as c:
         wait_until(lambda: c.boxes[0].dead() == {2})
         c.boxes[2].close()
         ending = c.boxes[0]._courier
@@ -237,7 +259,9 @@ def test_a_peer_that_sends_nan_is_quarantined_and_the_others_stay_finite(bad):
         assert np.isfinite(c.flat(0)).all()
         assert np.isfinite(c.flat(1)).all()
         wait_until(lambda: c.boxes[2].dead() == {0, 1})
-        with pytest.raises(ConnectionError, match=r"rank 2 sent NaN or Inf and was evicted by ranks \[0, 1\]"):
+        with pytest.raises(
+            ConnectionError, match=r"rank 2 sent NaN or Inf and was evicted by ranks \[0, 1\]"
+        ):
             c.boxes[2].finish(c.params[2], 10)
 
 
@@ -247,7 +271,8 @@ def test_a_silent_peer_with_an_unfinished_exchange_costs_no_turns():
         silent.set()
         c.boxes[0].exchange(1, 0.5)
         wait_until(lambda: c.boxes[0].suspended() == {1})
-        transport, turns = c.boxes[0]._courier.transport, []
+        transport = c.boxes[0]._courier.transport
+        turns = []
         wait = transport.wait
         transport.wait = lambda seconds: turns.append(seconds) or wait(seconds)
         time.sleep(1.5)  # longer than the longest pause before a repetition

@@ -32,12 +32,28 @@ def frames_to(c, frames, **changes):
 
 def forged(**changes):
     """A frame from rank 1 to rank 0 that differs from a right one by `changes`."""
-    wire_options = {k: changes.pop(k) for k in ("run_id", "layout", "generation", "key", "session") if k in changes}
-    wire = Wire(1, [0, 1], **({"run_id": "run", "layout": b"layout", "largest_body": 1 << 21} | wire_options))
+    wire_options = {
+        k: changes.pop(k)
+        for k in ("run_id", "layout", "generation", "key", "session")
+        if k in changes
+    }
+    wire = Wire(
+        1,
+        [0, 1],
+        **({"run_id": "run", "layout": b"layout", "largest_body": 1 << 21} | wire_options),
+    )
     wire.meet(0, "")
     body = np.full(changes.pop("numbers", 1000), 1e6).tobytes()
     frame = bytearray(HEADER_BYTES) + body
-    header = {"kind": Kind.REQUEST, "source": 1, "dest": 0, "tag": 1, "una": 1, "weight": 0.5, "dtype": 2} | changes
+    header = {
+        "kind": Kind.REQUEST,
+        "source": 1,
+        "dest": 0,
+        "tag": 1,
+        "una": 1,
+        "weight": 0.5,
+        "dtype": 2,
+    } | changes
     wire.seal(Header(**header), frame)
     return bytes(frame)
 
@@ -86,9 +102,12 @@ def test_a_replayed_frame_is_refused():
     with cluster(2, key=KEY) as c:
         transport = c.boxes[1]._courier.transport
         send = transport.send
-        transport.send = lambda peer, letter: copied.append(bytes(letter.frame)) or send(peer, letter)
+        transport.send = lambda peer, letter: (
+            copied.append(bytes(letter.frame)) or send(peer, letter)
+        )
         c.exchange(1, 0)
-        before, received = c.flat(0), c.boxes[0].counters["frames_received"]
+        before = c.flat(0)
+        received = c.boxes[0].counters["frames_received"]
         assert received
         request = next(frame for frame in copied if frame[KIND] == Kind.REQUEST)
         frames_to(c, [request] * 5)
@@ -99,7 +118,11 @@ def test_a_replayed_frame_is_refused():
 def test_a_stranger_without_the_key_cannot_even_connect_to_an_encrypted_mailbox():
     with cluster(2, key=KEY, encrypt=True) as c:
         address = c.boxes[0]._courier.transport.address
-        with socket.create_connection(address) as raw, zmq.Context() as context, context.socket(zmq.PUSH) as plain:
+        with (
+            socket.create_connection(address) as raw,
+            zmq.Context() as context,
+            context.socket(zmq.PUSH) as plain,
+        ):
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
             plain.linger = 0
             plain.connect("tcp://{}:{}".format(*address))
@@ -137,7 +160,9 @@ def test_different_models_are_refused_at_the_start():
     store = HashStore()
 
     def open_one(rank):
-        Mailbox(store, rank, world=[0, 1], params=[torch.zeros(4)], layout=bytes([rank]), deadline=5)
+        Mailbox(
+            store, rank, world=[0, 1], params=[torch.zeros(4)], layout=bytes([rank]), deadline=5
+        )
 
     with ThreadPoolExecutor(2) as pool:
         for outcome in [pool.submit(open_one, rank) for rank in (0, 1)]:
@@ -145,12 +170,22 @@ def test_different_models_are_refused_at_the_start():
                 outcome.result()
 
 
-@pytest.mark.parametrize(("keys", "message"), [((KEY, KEY[::-1]), "wrong run key"), ((KEY, None), "run key")])
+@pytest.mark.parametrize(
+    ("keys", "message"), [((KEY, KEY[::-1]), "wrong run key"), ((KEY, None), "run key")]
+)
 def test_a_wrong_key_is_refused_at_the_start(keys, message):
     store = HashStore()
 
     def open_one(rank):
-        Mailbox(store, rank, world=[0, 1], params=[torch.zeros(4)], layout=b"", key=keys[rank], deadline=5)
+        Mailbox(
+            store,
+            rank,
+            world=[0, 1],
+            params=[torch.zeros(4)],
+            layout=b"",
+            key=keys[rank],
+            deadline=5,
+        )
 
     with ThreadPoolExecutor(2) as pool:
         for outcome in [pool.submit(open_one, rank) for rank in (0, 1)]:
@@ -197,7 +232,9 @@ def test_a_port_range_gives_each_mailbox_its_own():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         first = probe.getsockname()[1]
-    made = [Transport("127.0.0.1", range(first, first + 10), largest=100, queue=4) for _ in range(2)]
+    made = [
+        Transport("127.0.0.1", range(first, first + 10), largest=100, queue=4) for _ in range(2)
+    ]
     assert made[0].address != made[1].address
     for transport in made:
         transport.close()

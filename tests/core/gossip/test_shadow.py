@@ -12,7 +12,8 @@ from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError
 from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.messages.frames import Kind
 
-SIZE, CHUNK = 10, 4 * 8
+SIZE = 10
+CHUNK = 4 * 8
 
 
 def learner(seed, size=SIZE, chunk_bytes=CHUNK):
@@ -35,7 +36,9 @@ class Network:
     def send(self, to, message):
         if message is not None:
             value = None if message.value is None else message.value.value.copy()
-            self.flying[to].append(Message(message.kind, message.chunk, message.q, message.una, message.weight, value))
+            self.flying[to].append(
+                Message(message.kind, message.chunk, message.q, message.una, message.weight, value)
+            )
 
     def begin(self, end, chunk, weight=0.5):
         self.send(1 - end, self.edges[end].begin(chunk, weight))
@@ -68,7 +71,9 @@ class Network:
 
 
 actions = st.one_of(
-    st.tuples(st.just("begin"), st.integers(0, 1), st.integers(0, 2), st.sampled_from([0.5, 1 / 3])),
+    st.tuples(
+        st.just("begin"), st.integers(0, 1), st.integers(0, 2), st.sampled_from([0.5, 1 / 3])
+    ),
     st.tuples(st.just("deliver"), st.integers(0, 1), st.integers(0, 50)),
     st.tuples(st.just("double"), st.integers(0, 1), st.integers(0, 50)),
     st.tuples(st.just("lose"), st.integers(0, 1), st.integers(0, 50)),
@@ -145,7 +150,8 @@ def test_a_learner_that_never_steps_is_averaged_a_hundred_times_without_overshoo
     network = Network()
     params, slow = network.learners[0]
     fast = network.learners[1][1].flat()
-    low, high = np.minimum(slow.flat(), fast), np.maximum(slow.flat(), fast)
+    low = np.minimum(slow.flat(), fast)
+    high = np.maximum(slow.flat(), fast)
     for _ in range(100):
         network.begin(1, 0)
         network.settle()
@@ -182,7 +188,8 @@ def test_a_value_that_is_not_finite_is_refused_as_a_whole(bad):
 def test_large_finite_values_are_not_mistaken_for_infinity():
     shadow = Shadow([torch.full((8,), 1e38)], chunk_bytes=32)
     mine = shadow.read(0).value
-    shadow.move(0, 0.5, mine=mine, theirs=np.full(8, 3e38, np.float32), snapshot=0)  # the differences sum to 1.6e39
+    # the differences sum to 1.6e39
+    shadow.move(0, 0.5, mine=mine, theirs=np.full(8, 3e38, np.float32), snapshot=0)
     np.testing.assert_allclose(shadow.flat(), 2e38)
 
 
@@ -206,12 +213,18 @@ def test_boundary_keeps_the_local_update_and_lands_the_delta():
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from([[torch.float64], [torch.float32, torch.float64]]),
-    st.lists(st.tuples(st.sampled_from(["exchange", "step", "lift", "land"]), st.integers(0, 1)), max_size=40),
+    st.lists(
+        st.tuples(st.sampled_from(["exchange", "step", "lift", "land"]), st.integers(0, 1)),
+        max_size=40,
+    ),
 )
 def test_what_a_copy_has_gained_may_be_added_later(dtypes, script):
-    """The mean of all learners is what they started from and have learnt, however many steps a copy was away."""
+    """The mean of all learners is what they started from and have learnt, however many steps a
+    copy was away.
+    """
     models = [
-        [torch.randn(6, generator=torch.Generator().manual_seed(end)).to(dtype) for dtype in dtypes] for end in (0, 1)
+        [torch.randn(6, generator=torch.Generator().manual_seed(end)).to(dtype) for dtype in dtypes]
+        for end in (0, 1)
     ]
     shadows = [Shadow(params, chunk_bytes=8 * 5) for params in models]
     away = [None, None]
@@ -227,7 +240,13 @@ def test_what_a_copy_has_gained_may_be_added_later(dtypes, script):
             for chunk in range(shadows[0].chunks):
                 values = [shadow.read(chunk).value for shadow in shadows]
                 for mine, shadow in enumerate(shadows):
-                    shadow.move(chunk, 0.5, mine=values[mine], theirs=values[1 - mine], snapshot=shadow.published)
+                    shadow.move(
+                        chunk,
+                        0.5,
+                        mine=values[mine],
+                        theirs=values[1 - mine],
+                        snapshot=shadow.published,
+                    )
         elif name == "step":
             for param in models[end]:
                 param += 0.5
@@ -241,19 +260,23 @@ def test_what_a_copy_has_gained_may_be_added_later(dtypes, script):
             fold = shadows[end].lift(away[end], step=before)
             assert fold.staleness_max <= before
             y = torch.cat([(x + d).double() for x, d in zip(models[end], away[end], strict=True)])
-            np.testing.assert_allclose(shadows[end].flat(), y.numpy(), rtol=0, atol=1e-6)  # others meet it at once
+            # others meet it at once
+            np.testing.assert_allclose(shadows[end].flat(), y.numpy(), rtol=0, atol=1e-6)
             assert shadows[end].published == before
     for end in (0, 1):
         land(end)
         shadows[end].boundary(models[end])
         flat = torch.cat([param.double() for param in models[end]])
         np.testing.assert_allclose(shadows[end].flat(), flat.numpy(), rtol=0, atol=1e-6)
-    np.testing.assert_allclose(sum(s.flat() for s in shadows), total, rtol=0, atol=1e-12 if len(dtypes) == 1 else 1e-5)
+    np.testing.assert_allclose(
+        sum(s.flat() for s in shadows), total, rtol=0, atol=1e-12 if len(dtypes) == 1 else 1e-5
+    )
 
 
 def test_staleness_counts_the_steps_from_snapshot_to_fold():
     params, shadow = learner(0)
-    value, snapshot = shadow.read(0), shadow.steps
+    value = shadow.read(0)
+    snapshot = shadow.steps
     shadow.steps += 3  # whether they were folded does not matter
     shadow.move(0, 0.5, mine=value.value, theirs=value.value, snapshot=snapshot)
     later = shadow.steps
@@ -311,7 +334,11 @@ def test_what_landed_in_a_chunk_of_full_precision_beside_one_of_less_is_added_on
         np.testing.assert_array_equal(shadow.flat(), [256.25] * 8 + [1.25] * 8)
 
 
-PRECISIONS = [[torch.bfloat16, torch.float32], [torch.float32, torch.float64], [torch.float16, torch.float32] * 2]
+PRECISIONS = [
+    [torch.bfloat16, torch.float32],
+    [torch.float32, torch.float64],
+    [torch.float16, torch.float32] * 2,
+]
 
 
 @settings(max_examples=100, deadline=None)
@@ -329,10 +356,15 @@ PRECISIONS = [[torch.bfloat16, torch.float32], [torch.float32, torch.float64], [
 def test_mean_is_untouched_in_models_of_several_precisions(dtypes, script):
     """Chunks of four among tensors of six: some are of one precision, some of two."""
     models = [
-        [torch.randn(6, generator=torch.Generator().manual_seed(10 * end + i)).to(d) for i, d in enumerate(dtypes)]
+        [
+            torch.randn(6, generator=torch.Generator().manual_seed(10 * end + i)).to(d)
+            for i, d in enumerate(dtypes)
+        ]
         for end in (0, 1)
     ]
-    shadows = [Shadow(params, chunk_bytes=4 * (8 if torch.float64 in dtypes else 4)) for params in models]
+    shadows = [
+        Shadow(params, chunk_bytes=4 * (8 if torch.float64 in dtypes else 4)) for params in models
+    ]
     total = sum(shadow.flat().astype(np.float64) for shadow in shadows)
     for name, end in script:
         if name == "exchange":
@@ -351,9 +383,16 @@ def test_mean_is_untouched_in_models_of_several_precisions(dtypes, script):
 
 
 @pytest.mark.parametrize("relayed", [False, True])
-def test_boundaries_and_exchanges_of_two_threads_lose_nothing_and_nobody_reads_half_of_one(relayed: bool) -> None:
-    """One chunk of 1 MB of equal numbers: long enough to be met in the middle, and equal whenever it is whole."""
-    params, exchanges, steps, torn = [torch.zeros(1 << 18)], 1000, 0, 0
+def test_boundaries_and_exchanges_of_two_threads_lose_nothing_and_nobody_reads_half_of_one(
+    relayed: bool,
+) -> None:
+    """One chunk of 1 MB of equal numbers: long enough to be met in the middle, and equal
+    whenever it is whole.
+    """
+    params = [torch.zeros(1 << 18)]
+    exchanges = 1000
+    steps = 0
+    torn = 0
     shadow = Shadow(params, relayed=relayed)
     zero, one = (np.full(1 << 18, value, np.float32) for value in (0, 1))
 

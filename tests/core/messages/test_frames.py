@@ -32,7 +32,9 @@ def wire(rank, **changes):
 def sealed(sender, body=b"", **fields):
     frame = bytearray(HEADER_BYTES + len(body))
     frame[HEADER_BYTES:] = body
-    sender.seal(Header(**({"kind": Kind.REQUEST, "source": sender.rank, "dest": 1} | fields)), frame)
+    sender.seal(
+        Header(**({"kind": Kind.REQUEST, "source": sender.rank, "dest": 1} | fields)), frame
+    )
     return frame
 
 
@@ -45,7 +47,15 @@ def reason(receiver, frame):
 @pytest.mark.parametrize("key", [None, KEY])
 def test_a_frame_arrives_as_it_was_sent(key):
     body = np.arange(10, dtype=np.float32).tobytes()
-    fields = {"chunk": 7, "tag": 2**40, "una": 5, "weight": 1 / 3, "progress": 12, "flags": Flags.DONE, "dtype": 1}
+    fields = {
+        "chunk": 7,
+        "tag": 2**40,
+        "una": 5,
+        "weight": 1 / 3,
+        "progress": 12,
+        "flags": Flags.DONE,
+        "dtype": 1,
+    }
     header, received = wire(1, key=key).open(memoryview(sealed(wire(0, key=key), body, **fields)))
     assert {name: getattr(header, name) for name in fields} == fields
     assert (header.kind, header.source, header.size) == (Kind.REQUEST, 0, len(body))
@@ -96,13 +106,23 @@ def test_an_earlier_life_of_the_sender_is_refused():
 
 def test_an_earlier_life_of_the_receiver_is_not_answered_by_a_replay():
     old = sealed(wire(0, key=KEY))
-    again = Wire(1, [0, 1, 2], run_id="r", layout=b"model", key=KEY, largest_body=4096, session="a new session")
+    again = Wire(
+        1,
+        [0, 1, 2],
+        run_id="r",
+        layout=b"model",
+        key=KEY,
+        largest_body=4096,
+        session="a new session",
+    )
     again.meet(0, "s0")
     assert reason(again, old) == "key"
 
 
 def test_a_frame_sent_back_to_its_sender_is_refused():
-    """Its addresses are changed, as they must be to get there; the key of the other direction does not fit."""
+    """Its addresses are changed, as they must be to get there; the key of the other direction
+    does not fit.
+    """
     frame = sealed(wire(0, key=KEY))
     frame[24:28], frame[28:32] = frame[28:32], frame[24:28]
     assert reason(wire(0, key=KEY), frame) == "key"
@@ -115,7 +135,14 @@ def test_the_same_frame_never_has_the_same_check_twice():
 
 @pytest.mark.parametrize(
     ("offset", "value", "expected"),
-    [(20, 9, "version"), (21, 99, "kind"), (23, 77, "dtype"), (24, 9, "source"), (28, 2, "source"), (88, 1, "size")],
+    [
+        (20, 9, "version"),
+        (21, 99, "kind"),
+        (23, 77, "dtype"),
+        (24, 9, "source"),
+        (28, 2, "source"),
+        (88, 1, "size"),
+    ],
 )
 def test_bad_fields_are_named(offset, value, expected):
     frame = sealed(wire(0))
@@ -132,8 +159,10 @@ def test_a_body_that_is_not_whole_numbers_is_refused():
 
 
 def test_a_replayed_frame_is_refused_and_a_fresh_one_accepted():
-    sender, receiver = wire(0, key=KEY), wire(1, key=KEY)
-    first, second = sealed(sender), sealed(sender)
+    sender = wire(0, key=KEY)
+    receiver = wire(1, key=KEY)
+    first = sealed(sender)
+    second = sealed(sender)
     receiver.open(memoryview(first))
     assert reason(receiver, first) == "replay"
     receiver.open(memoryview(second))
@@ -153,7 +182,15 @@ def test_the_replay_window_accepts_each_number_at_most_once(numbers):
 
 def test_the_window_takes_late_numbers_once_and_forgets_the_oldest():
     window = ReplayWindow()
-    assert [window.accept(n) for n in (5, 3, 3, 2000, 1999, 1999, 5)] == [True, True, False, True, True, False, False]
+    assert [window.accept(n) for n in (5, 3, 3, 2000, 1999, 1999, 5)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_short_keys_are_refused():
@@ -164,7 +201,14 @@ def test_short_keys_are_refused():
 
 def test_derived_keys_differ_by_every_part():
     assert (
-        len({derive(KEY, "a", "bc"), derive(KEY, "ab", "c"), derive(KEY, "a", "bc", ""), derive(b"y" * 32, "a", "bc")})
+        len(
+            {
+                derive(KEY, "a", "bc"),
+                derive(KEY, "ab", "c"),
+                derive(KEY, "a", "bc", ""),
+                derive(b"y" * 32, "a", "bc"),
+            }
+        )
         == 4
     )
 

@@ -13,7 +13,9 @@ def make_store() -> dist.TCPStore:
 
 def test_a_restarted_job_in_the_same_store_does_not_see_what_the_first_wrote() -> None:
     shared = make_store()
-    first, second = (connect(dist.PrefixStore(f"attempt {number}", shared), timeout=5.0) for number in range(2))
+    first, second = (
+        connect(dist.PrefixStore(f"attempt {number}", shared), timeout=5.0) for number in range(2)
+    )
     first.set("report", "of the first attempt")
     assert not second.check(["report"])
     assert first.get("report") == b"of the first attempt"

@@ -12,10 +12,14 @@ from loosestep.core.messages.sockets import Letter, Transport
 
 @contextmanager
 def forked_child():
-    """A copy of this process, of which Python has finished making a process, and which does nothing more."""
-    (until_closed, ours), (made, making) = os.pipe(), os.pipe()
+    """A copy of this process, of which Python has finished making a process, and which does
+    nothing more.
+    """
+    (until_closed, ours) = os.pipe()
+    (made, making) = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads here, of which it uses none
+        # that there are threads here, of which it uses none
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         os.close(ours)

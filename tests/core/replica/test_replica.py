@@ -10,7 +10,9 @@ from loosestep.core.replica.staging import Staging
 
 
 class Odd(nn.Module):
-    """Everything a model may hold: tied, frozen, empty, channels-last, non-contiguous, half precision, buffers."""
+    """Everything a model may hold: tied, frozen, empty, channels-last, non-contiguous, half
+    precision, buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +37,8 @@ def copies(model):
 def test_assigning_a_snapshot_restores_every_parameter(multiple):
     model = Odd()
     replica = Replica(model, multiple=multiple)
-    before, snapshot = copies(model), replica.snapshot(keep=False)
+    before = copies(model)
+    snapshot = replica.snapshot(keep=False)
     with torch.no_grad():
         for param in replica.params:
             param.add_(1)
@@ -59,8 +62,10 @@ def test_a_snapshot_of_one_row_has_that_row_of_the_whole_and_touches_no_other(ro
         for flat in replica.snapshot():
             flat.fill_(9)
         for flat, all_of_it in zip(replica.stage(part=(row, rows)).vector, whole, strict=True):
-            mine, others = flat.view(rows, -1)[row], [r for r in range(rows) if r != row]
-            used = sum(p.numel() for p in replica.params if p.dtype == flat.dtype)  # what follows is padding
+            mine = flat.view(rows, -1)[row]
+            others = [r for r in range(rows) if r != row]
+            # what follows is padding
+            used = sum(p.numel() for p in replica.params if p.dtype == flat.dtype)
             width = flat.numel() // rows
             filled = max(min(used - row * width, width), 0)
             assert torch.equal(mine[:filled], all_of_it.view(rows, -1)[row][:filled])
@@ -114,7 +119,8 @@ def test_floating_buffers_are_packed_and_assigned_and_others_left_alone():
     model = Odd()
     replica = Replica(model)
     packed = replica.pack_buffers()
-    assert packed.tolist() == [0.0] * 3 + [1.0] * 3  # running mean and variance, not the scratch buffer
+    # running mean and variance, not the scratch buffer
+    assert packed.tolist() == [0.0] * 3 + [1.0] * 3
     replica.assign_buffers(torch.arange(6.0))
     assert model.norm.running_var.tolist() == [3.0, 4.0, 5.0]
     assert model.norm.num_batches_tracked == 0
@@ -141,8 +147,12 @@ def test_a_parameter_that_was_replaced_is_refused():
     replica = Replica(model)
     model.load_state_dict(model.state_dict())
     replica.check_unchanged()
-    model.first.load_state_dict({name: value.clone() for name, value in model.first.state_dict().items()}, assign=True)
-    with pytest.raises(RuntimeError, match=r"parameter first.weight is another tensor .* Load without assign=True"):
+    model.first.load_state_dict(
+        {name: value.clone() for name, value in model.first.state_dict().items()}, assign=True
+    )
+    with pytest.raises(
+        RuntimeError, match=r"parameter first.weight is another tensor .* Load without assign=True"
+    ):
         replica.check_unchanged()
 
 
@@ -158,7 +168,10 @@ def test_parameters_that_are_only_registered_elsewhere_are_the_same():
 def test_parameters_that_were_moved_to_another_device_are_refused():
     replica = Replica(nn.Linear(2, 2))
     replica.staging = Staging(torch.device("meta"))
-    with pytest.raises(RuntimeError, match=r"parameter weight was on meta when .* is on cpu now; move the model back"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"parameter weight was on meta when .* is on cpu now; move the model back",
+    ):
         replica.check_unchanged()
 
 
@@ -169,7 +182,13 @@ def test_the_kept_snapshot_is_one_buffer():
 
 
 @pytest.mark.parametrize(
-    "other", [nn.Linear(3, 2), nn.Linear(2, 3).double(), nn.Linear(2, 3, bias=False), nn.Sequential(nn.Linear(2, 3))]
+    "other",
+    [
+        nn.Linear(3, 2),
+        nn.Linear(2, 3).double(),
+        nn.Linear(2, 3, bias=False),
+        nn.Sequential(nn.Linear(2, 3)),
+    ],
 )
 def test_the_digest_sees_shape_dtype_and_order(other):
     assert Replica(nn.Linear(2, 3)).digest() != Replica(other).digest()

@@ -44,7 +44,13 @@ def test_bands_are_masked_only_where_there_is_a_spectrum() -> None:
 
 
 def test_a_batch_is_padded_and_keeps_its_lengths() -> None:
-    batch = collate([frames_of(4), frames_of(7)], units=[[1, 2], [3]], labels=None, stack=3, device=torch.device("cpu"))
+    batch = collate(
+        [frames_of(4), frames_of(7)],
+        units=[[1, 2], [3]],
+        labels=None,
+        stack=3,
+        device=torch.device("cpu"),
+    )
     assert batch.frames.shape == (2, 3, 36)
     assert batch.lengths.tolist() == [2, 3]
     assert batch.frames[0, 2].abs().sum() == 0
@@ -54,5 +60,7 @@ def test_a_batch_is_padded_and_keeps_its_lengths() -> None:
 
 def test_a_stacked_frame_has_the_label_of_its_middle() -> None:
     labels = [np.array([0, 1, 2, 3]), np.arange(7)]
-    batch = collate([frames_of(4), frames_of(7)], units=None, labels=labels, stack=3, device=torch.device("cpu"))
+    batch = collate(
+        [frames_of(4), frames_of(7)], units=None, labels=labels, stack=3, device=torch.device("cpu")
+    )
     assert batch.targets.tolist() == [[1, 3, PADDING], [1, 4, 6]]

@@ -42,7 +42,9 @@ def sphinx(tmp_path: Path) -> Path:
 def wavs(tmp_path: Path) -> Path:
     for name in ("ann/1.wav", "ann/2.wav", "bob/3.wav"):
         write_wav(tmp_path / name)
-    (tmp_path / "transcripts.tsv").write_text("ann/1.wav\tone\ttrain\nann/2.wav\ttwo\ttrain\nbob/3.wav\tthree\ttest\n")
+    (tmp_path / "transcripts.tsv").write_text(
+        "ann/1.wav\tone\ttrain\nann/2.wav\ttwo\ttrain\nbob/3.wav\tthree\ttest\n"
+    )
     return tmp_path
 
 
@@ -79,7 +81,9 @@ def test_a_truncated_feature_file_is_named(sphinx: Path, keep: int) -> None:
 
 
 def test_features_of_another_width_are_refused(sphinx: Path) -> None:
-    with pytest.raises(RecipeError, match=r"a1\.mfc holds 65 values, expected a positive multiple of 12"):
+    with pytest.raises(
+        RecipeError, match=r"a1\.mfc holds 65 values, expected a positive multiple of 12"
+    ):
         read_folder(sphinx, cepstra=12)
 
 
@@ -119,7 +123,9 @@ def test_frame_labels_are_read_and_checked(sphinx: Path) -> None:
     assert labels is not None
     assert labels.tolist() == [0, 1, 2, 3, 4]
     np.save(sphinx / "labels/bob/b1.npy", np.arange(4))
-    with pytest.raises(RecipeError, match=r"b1\.npy: expected 5 whole numbers, one a frame, got int64 \(4,\)"):
+    with pytest.raises(
+        RecipeError, match=r"b1\.npy: expected 5 whole numbers, one a frame, got int64 \(4,\)"
+    ):
         read_folder(sphinx, aligned=True)
     (sphinx / "labels/bob/b1.npy").unlink()
     with pytest.raises(RecipeError, match=r"b1\.npy cannot be read"):
@@ -135,7 +141,9 @@ def test_a_wav_folder_is_read(wavs: Path) -> None:
 
 def test_without_a_third_column_a_tenth_is_held_out(tmp_path: Path) -> None:
     write_wav(tmp_path / "a.wav", 500)
-    (tmp_path / "transcripts.tsv").write_text("".join(f"./{'./' * i}a.wav\tyes\n" for i in range(60)))
+    (tmp_path / "transcripts.tsv").write_text(
+        "".join(f"./{'./' * i}a.wav\tyes\n" for i in range(60))
+    )
     corpus = read_folder(tmp_path)
     assert 1 <= len(corpus.test) <= 15
     assert len(corpus.train) + len(corpus.test) == 60
@@ -144,7 +152,10 @@ def test_without_a_third_column_a_tenth_is_held_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rate": 8000}, r"3\.wav has 1 channels of 16 bits at 8000 Hz, expected 1 of 16 bits at 16000 Hz"),
+        (
+            {"rate": 8000},
+            r"3\.wav has 1 channels of 16 bits at 8000 Hz, expected 1 of 16 bits at 16000 Hz",
+        ),
         ({"channels": 2}, r"3\.wav has 2 channels"),
         ({"samples": 0}, r"3\.wav has length 0"),
         ({"samples": 100}, r"3\.wav is shorter than one frame"),
@@ -176,8 +187,14 @@ def test_a_damaged_wav_is_named(wavs: Path) -> None:
     [
         ("", r"transcripts\.tsv is empty"),
         ("ann/1.wav one\n", r"transcripts\.tsv:1: expected FILE <tab> TEXT .*got 1 columns"),
-        ("ann/1.wav\tone\tvalid\n", r"transcripts\.tsv:1: the third column must be train or test, got 'valid'"),
-        ("ann/1.wav\tone\ttrain\nann/2.wav\tsay: two!\n", r"transcripts\.tsv:2: unknown character ':'"),
+        (
+            "ann/1.wav\tone\tvalid\n",
+            r"transcripts\.tsv:1: the third column must be train or test, got 'valid'",
+        ),
+        (
+            "ann/1.wav\tone\ttrain\nann/2.wav\tsay: two!\n",
+            r"transcripts\.tsv:2: unknown character ':'",
+        ),
         ("ann/1.wav\tone\ttrain\n", "leaves nothing to test on"),
         (
             "ann/1.wav\tone\ttrain\nbob/3.wav\ttwo\ttest\nann/1.wav\ttwo\ttest\n",
@@ -187,7 +204,9 @@ def test_a_damaged_wav_is_named(wavs: Path) -> None:
     ],
 )
 def test_a_wrong_listing_is_explained(wavs: Path, content: str | bytes, message: str) -> None:
-    (wavs / "transcripts.tsv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (wavs / "transcripts.tsv").write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
     with pytest.raises(RecipeError, match=message):
         read_folder(wavs)
 

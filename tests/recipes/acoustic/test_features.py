@@ -9,7 +9,9 @@ from loosestep.recipes.acoustic.features import log_mel, normalise, stack, with_
 
 def test_log_mel_gives_forty_bins_a_hundred_times_a_second_and_finds_a_tone() -> None:
     seconds = np.arange(16000) / 16000
-    low, high = (log_mel(np.sin(2 * np.pi * f * seconds).astype(np.float32), 16000) for f in (300.0, 4000.0))
+    low, high = (
+        log_mel(np.sin(2 * np.pi * f * seconds).astype(np.float32), 16000) for f in (300.0, 4000.0)
+    )
     assert low.shape == high.shape == (98, 40)
     assert low.mean(axis=0).argmax() < high.mean(axis=0).argmax()
 

@@ -68,13 +68,17 @@ def test_frame_loss_counts_real_frames_only() -> None:
     scores = torch.randn(2, 4, 3)
     labels = torch.tensor([[0, 1, 2, 1], [2, 0, -100, -100]])
     real = torch.cat([scores[0], scores[1, :2]])
-    torch.testing.assert_close(frame_loss(scores, labels), F.cross_entropy(real, torch.tensor([0, 1, 2, 1, 2, 0])))
+    torch.testing.assert_close(
+        frame_loss(scores, labels), F.cross_entropy(real, torch.tensor([0, 1, 2, 1, 2, 0]))
+    )
 
 
 def test_ctc_learns_one_batch_by_heart() -> None:
     model = a_model(cells=16, bottleneck=0)
-    frames, lengths = torch.randn(2, 12, 6), torch.tensor([12, 8])
-    targets, target_lengths = torch.tensor([1, 2, 2, 3, 6, 5]), torch.tensor([4, 2])
+    frames = torch.randn(2, 12, 6)
+    lengths = torch.tensor([12, 8])
+    targets = torch.tensor([1, 2, 2, 3, 6, 5])
+    target_lengths = torch.tensor([4, 2])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     first = ctc_loss(model(frames, lengths), lengths, targets, target_lengths).item()
     for _ in range(80):
@@ -87,5 +91,7 @@ def test_ctc_learns_one_batch_by_heart() -> None:
 
 
 def test_an_utterance_too_short_for_its_text_gives_no_infinite_loss() -> None:
-    loss = ctc_loss(torch.randn(1, 2, 4), torch.tensor([2]), torch.tensor([1, 2, 3]), torch.tensor([3]))
+    loss = ctc_loss(
+        torch.randn(1, 2, 4), torch.tensor([2]), torch.tensor([1, 2, 3]), torch.tensor([3])
+    )
     assert float(loss) == pytest.approx(0.0)

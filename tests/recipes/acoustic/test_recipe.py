@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from loosestep.recipes import RecipeError, schedules
-from loosestep.recipes.acoustic import PRESETS, AcousticModel, AcousticOptions, AcousticRecipe, AcousticTask
+from loosestep.recipes.acoustic import (
+    PRESETS,
+    AcousticModel,
+    AcousticOptions,
+    AcousticRecipe,
+    AcousticTask,
+)
 from loosestep.recipes.acoustic.corpus import Corpus, Utterance
 from loosestep.recipes.base import parse_options
 
@@ -23,10 +29,14 @@ def made_up(words: int = 4, count: int = 24) -> Corpus:
     utterances = []
     for i in range(count):
         chosen = draw.integers(0, words, 3)
-        frames = np.concatenate([np.eye(8, dtype=np.float32)[c] * np.ones((10, 1), np.float32) for c in chosen])
+        frames = np.concatenate(
+            [np.eye(8, dtype=np.float32)[c] * np.ones((10, 1), np.float32) for c in chosen]
+        )
         frames += 0.1 * draw.standard_normal(frames.shape).astype(np.float32)
         text = " ".join(names[c] for c in chosen)
-        utterances.append(Utterance(f"u{i}", "nobody", text, frames, f"made up {i}", np.repeat(chosen, 10)))
+        utterances.append(
+            Utterance(f"u{i}", "nobody", text, frames, f"made up {i}", np.repeat(chosen, 10))
+        )
     return Corpus("made up", tuple(utterances[4:]), tuple(utterances[:4]), label_names=tuple(names))
 
 
@@ -41,7 +51,9 @@ def a_task(seed: int = 0, **changes: Any) -> AcousticTask:
         "units": "pieces",
         **changes,
     }
-    return AcousticTask(AcousticOptions(**options), made_up(), seed=seed, device=torch.device("cpu"))
+    return AcousticTask(
+        AcousticOptions(**options), made_up(), seed=seed, device=torch.device("cpu")
+    )
 
 
 def train(task: AcousticTask, steps: int, lr: float = 0.02) -> AcousticModel:
@@ -82,14 +94,19 @@ def test_frames_learn_classes() -> None:
 
 
 def test_batches_and_losses_are_the_same_for_the_same_seed_and_number() -> None:
-    a, b, other = a_task(time_masks=2), a_task(time_masks=2), a_task(seed=1, time_masks=2)
-    first, second = a.load(7), b.load(7)
+    a = a_task(time_masks=2)
+    b = a_task(time_masks=2)
+    other = a_task(seed=1, time_masks=2)
+    first = a.load(7)
+    second = b.load(7)
     assert torch.equal(first.frames, second.frames)
     assert torch.equal(first.targets, second.targets)
     model = a.make_model()
     assert a.loss(model, (7, first)).item() == b.loss(model, (7, second)).item()
     assert a.loss(model, (7, first)).item() != a.loss(model, (8, first)).item()
-    assert other.load(7).frames.shape != first.frames.shape or not torch.equal(other.load(7).frames, first.frames)
+    assert other.load(7).frames.shape != first.frames.shape or not torch.equal(
+        other.load(7).frames, first.frames
+    )
 
 
 def test_evaluation_is_not_augmented() -> None:
@@ -106,7 +123,8 @@ def test_more_outputs_than_units_are_allowed_and_fewer_are_not() -> None:
 
 
 def test_optimizer_and_schedule_can_be_chosen() -> None:
-    usual, chosen = a_task().training, a_task(optimizer="sgd", schedule="plateau", momentum=0.8).training
+    usual = a_task().training
+    chosen = a_task(optimizer="sgd", schedule="plateau", momentum=0.8).training
     assert (usual.optimizer, usual.schedule) == ("adamw", "one-cycle")
     assert chosen.schedule == "plateau"
     optimizer = chosen.make_optimizer(torch.nn.Linear(2, 2))
@@ -115,12 +133,16 @@ def test_optimizer_and_schedule_can_be_chosen() -> None:
 
 
 def test_a_label_out_of_range_is_named() -> None:
-    with pytest.raises(RecipeError, match=r"made up \d+: frame label 3 is out of range, expected 0\.\.2"):
+    with pytest.raises(
+        RecipeError, match=r"made up \d+: frame label 3 is out of range, expected 0\.\.2"
+    ):
         a_task(loss="frames", outputs=3)
 
 
 def test_an_utterance_too_short_for_its_text_is_named() -> None:
-    with pytest.raises(RecipeError, match=r"made up 4 is too short for its transcript: 2 frames after stacking"):
+    with pytest.raises(
+        RecipeError, match=r"made up 4 is too short for its transcript: 2 frames after stacking"
+    ):
         a_task(stack=20)
 
 
@@ -130,7 +152,10 @@ def test_an_utterance_too_short_for_its_text_is_named() -> None:
         ({"cells": "0"}, "option cells must be at least 1, got 0"),
         ({"dropout": "1.5"}, r"option dropout must be in \[0, 1\), got 1.5"),
         ({"optimizer": "adam"}, "option optimizer must be one of sgd, adamw, got 'adam'"),
-        ({"schedule": "cosine"}, "option schedule must be one of constant, warm-up, one-cycle, plateau, got 'cosine'"),
+        (
+            {"schedule": "cosine"},
+            "option schedule must be one of constant, warm-up, one-cycle, plateau, got 'cosine'",
+        ),
         ({"loss": "mmi"}, "option loss must be one of ctc, frames, got 'mmi'"),
         ({"preset": "huge"}, "preset must be one of tiny, small, paper"),
         ({"cell": "1"}, "unknown option cell, did you mean cells?"),
@@ -144,7 +169,9 @@ def test_wrong_options_are_explained(options: dict[str, str], message: str) -> N
 def test_the_recipe_runs_on_synthesised_speech() -> None:
     said: list[str] = []
     options = {**TINY, "utterances": "16", "test_utterances": "4"}
-    task = AcousticRecipe().build(options, seed=3, progress=lambda what, done, total: said.append(what))
+    task = AcousticRecipe().build(
+        options, seed=3, progress=lambda what, done, total: said.append(what)
+    )
     assert said[0] == "synthesising speech"
     assert task.describe()["training utterances"] == 16
     model = task.make_model()
@@ -167,4 +194,8 @@ def test_the_papers_preset_is_the_papers_model() -> None:
     task = AcousticTask(options, made_up(), seed=0, device=torch.device("meta"))
     with torch.device("meta"):
         model = task.build_model()
-    assert (len(model.lstms), model.output.out_features, model.output.in_features) == (6, 32000, 256)
+    assert (len(model.lstms), model.output.out_features, model.output.in_features) == (
+        6,
+        32000,
+        256,
+    )

@@ -61,7 +61,9 @@ def test_another_seed_gives_other_speech(corpus: Corpus, tmp_path: Path) -> None
     assert [u.text for u in other.train] != [u.text for u in corpus.train]
 
 
-def test_the_second_time_it_comes_from_the_cache(corpus: Corpus, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_time_it_comes_from_the_cache(
+    corpus: Corpus, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(synth, "_speak", None)
     assert same(synthesise(SPEECH, cache), corpus)
 
@@ -78,9 +80,13 @@ def test_progress_is_told(tmp_path: Path) -> None:
     assert [done for _, done, _ in seen] == [0, 1, 2, 3]
 
 
-def test_a_failing_synthesiser_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_synthesiser_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(synth, "TRAIN_VOICES", ("nobody",))
-    with pytest.raises(RecipeError, match=r"speech synthesis failed: RuntimeError: espeak-ng: there is no voice"):
+    with pytest.raises(
+        RecipeError, match=r"speech synthesis failed: RuntimeError: espeak-ng: there is no voice"
+    ):
         synthesise(SPEECH, tmp_path)
     assert not list(tmp_path.iterdir())
 

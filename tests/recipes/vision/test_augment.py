@@ -18,7 +18,12 @@ def test_a_crop_is_a_shifted_image_with_repeated_edges() -> None:
 
 def test_images_are_shifted_each_its_own_way() -> None:
     images = torch.randn(1, 1, 8, 8).expand(50, 1, 8, 8)
-    assert len({tuple(image.flatten().tolist()) for image in random_crop(images, 2, torch.Generator())}) > 10
+    assert (
+        len(
+            {tuple(image.flatten().tolist()) for image in random_crop(images, 2, torch.Generator())}
+        )
+        > 10
+    )
 
 
 def test_no_padding_is_no_crop() -> None:

@@ -13,7 +13,9 @@ from loosestep.recipes import RecipeError
 from loosestep.recipes.vision.data import digits, read_images
 
 
-def picture(colour: tuple[int, int, int], size: tuple[int, int] = (8, 8), kind: str = "PNG") -> bytes:
+def picture(
+    colour: tuple[int, int, int], size: tuple[int, int] = (8, 8), kind: str = "PNG"
+) -> bytes:
     stream = io.BytesIO()
     Image.new("RGB", size, colour).save(stream, kind)
     return stream.getvalue()
@@ -46,7 +48,9 @@ def folder(tmp_path: Path) -> Path:
         for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
             (tmp_path / "pictures" / part / name).mkdir(parents=True)
             for i in range(2):
-                (tmp_path / "pictures" / part / name / f"{i}.png").write_bytes(picture(colour, (12, 20)))
+                (tmp_path / "pictures" / part / name / f"{i}.png").write_bytes(
+                    picture(colour, (12, 20))
+                )
     return tmp_path / "pictures"
 
 
@@ -74,7 +78,8 @@ def test_cifar10_is_read(cifar10: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("train", "test"):
         with np.load(cifar10 / f"{name}.npz") as file:
             whole = dict(file)
-        whole["labels"], whole["offsets"] = whole["labels"][:200], whole["offsets"][:201]
+        whole["labels"] = whole["labels"][:200]
+        whole["offsets"] = whole["offsets"][:201]
         np.savez(part / f"{name}.npz", **whole)
     found = read_images(part, size=32, cache=tmp_path / "cache")
     assert found.train.images.shape == (200, 3, 32, 32)
@@ -102,7 +107,9 @@ def test_without_train_and_test_a_tenth_is_held_out(tmp_path: Path) -> None:
 def test_the_second_time_it_comes_from_the_cache(npz: Path, tmp_path: Path) -> None:
     said: list[str] = []
     for _ in range(2):
-        found = read_images(npz, size=8, cache=tmp_path / "cache", progress=lambda what, *_: said.append(what))
+        found = read_images(
+            npz, size=8, cache=tmp_path / "cache", progress=lambda what, *_: said.append(what)
+        )
     assert sorted(set(said)) == ["decoding pictures/test", "decoding pictures/train"]
     assert len(said) == 4
     for file in (tmp_path / "cache").glob("*/tensors.safetensors"):
@@ -114,7 +121,10 @@ def test_the_second_time_it_comes_from_the_cache(npz: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labels": np.array([0, 2, 1])}, r"train\.npz: label 2 of image 1 is out of range, expected 0\.\.1"),
+        (
+            {"labels": np.array([0, 2, 1])},
+            r"train\.npz: label 2 of image 1 is out of range, expected 0\.\.1",
+        ),
         ({"labels": np.array([0, 1, -1])}, r"train\.npz: label -1 of image 2 is out of range"),
         ({"labels": np.array([], int)}, r"train\.npz holds no images"),
         ({"offsets": np.array([0, 10, 5, 20])}, r"train\.npz: offsets must be 4 rising numbers"),
@@ -124,7 +134,9 @@ def test_the_second_time_it_comes_from_the_cache(npz: Path, tmp_path: Path) -> N
         ({"classes": np.array(["a", "b", "c"])}, r"test\.npz has the classes .*train\.npz has"),
     ],
 )
-def test_a_wrong_npz_is_explained(npz: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_npz_is_explained(
+    npz: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     write_npz(npz / "train.npz", **changes)
     with pytest.raises(RecipeError, match=message):
         read_images(npz, size=8, cache=tmp_path / "cache")
@@ -151,7 +163,10 @@ def test_a_damaged_picture_is_named(folder: Path, tmp_path: Path) -> None:
 def test_one_npz_is_split_always_the_same_way(tmp_path: Path) -> None:
     file = tmp_path / "alone.npz"
     jpegs = [picture((i, 2 * i, 0), kind="JPEG") for i in range(60)]
-    arrays = {"jpeg": np.frombuffer(b"".join(jpegs), np.uint8), "offsets": np.cumsum([0, *map(len, jpegs)])}
+    arrays = {
+        "jpeg": np.frombuffer(b"".join(jpegs), np.uint8),
+        "offsets": np.cumsum([0, *map(len, jpegs)]),
+    }
     write_npz(file, tuple(i % 2 for i in range(60)), **arrays)
     write_npz(tmp_path / "test.npz")  # of something else: this is not train.npz
     found, again = (read_images(file, size=8, cache=tmp_path / "cache") for _ in range(2))
@@ -164,7 +179,9 @@ def test_one_npz_is_split_always_the_same_way(tmp_path: Path) -> None:
 
 
 def test_train_npz_is_judged_by_test_npz_beside_it(npz: Path, tmp_path: Path) -> None:
-    of_folder, of_file = (read_images(path, size=8, cache=tmp_path / "cache") for path in (npz, npz / "train.npz"))
+    of_folder, of_file = (
+        read_images(path, size=8, cache=tmp_path / "cache") for path in (npz, npz / "train.npz")
+    )
     assert torch.equal(of_file.train.images, of_folder.train.images)
     assert of_file.test.labels.tolist() == of_folder.test.labels.tolist() == [1, 0]
     (npz / "test.npz").unlink()
@@ -174,12 +191,15 @@ def test_train_npz_is_judged_by_test_npz_beside_it(npz: Path, tmp_path: Path) ->
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pictures.zip").write_bytes(b"")
-    with pytest.raises(RecipeError, match=r"pictures\.zip is not a \.npz file; expected one with jpeg"):
+    with pytest.raises(
+        RecipeError, match=r"pictures\.zip is not a \.npz file; expected one with jpeg"
+    ):
         read_images(tmp_path / "pictures.zip", size=8, cache=tmp_path)
 
 
 def test_digits_come_in_any_size() -> None:
-    small, large = digits(), digits(32)
+    small = digits()
+    large = digits(32)
     assert large.train.images.shape == (1437, 1, 32, 32)
     assert torch.equal(digits(8).train.images, small.train.images)
     means = [images.train.images.float().mean().item() for images in (small, large)]

@@ -46,7 +46,10 @@ def test_batches_are_the_same_for_the_same_seed_and_number() -> None:
 
 
 def test_digits_have_the_size_that_was_asked_for() -> None:
-    sizes = [VisionRecipe().build({**NARROW, **given}).load(0).images.shape[-1] for given in ({}, {"size": "12"})]
+    sizes = [
+        VisionRecipe().build({**NARROW, **given}).load(0).images.shape[-1]
+        for given in ({}, {"size": "12"})
+    ]
     assert sizes == [8, 12]
 
 

@@ -43,5 +43,7 @@ def test_group_norm_keeps_no_statistics() -> None:
 
 
 def test_an_unknown_network_is_refused() -> None:
-    with pytest.raises(ValueError, match="model must be one of resnet8, resnet20, resnet18, resnet50, got 'vgg'"):
+    with pytest.raises(
+        ValueError, match="model must be one of resnet8, resnet20, resnet18, resnet50, got 'vgg'"
+    ):
         resnet("vgg", channels=3, classes=10)

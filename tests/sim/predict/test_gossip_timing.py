@@ -25,9 +25,11 @@ def test_many_paces_are_many_times_pace(
 ) -> None:
     singles = [Pace(rate, share=share, cores=0.5) for _ in range(2)]
     together = Paces(2, rate=rate, share=share, cores=0.5)
-    now, used = 0.0, np.zeros(2)
+    now = 0.0
+    used = np.zeros(2)
     for elapsed, first, second, both in flows:
-        now, used = now + elapsed, used + np.array([first, second])
+        now = now + elapsed
+        used = used + np.array([first, second])
         who = np.array([0, 1]) if both else np.array([1])
         expected = [singles[index].due(now, used[index]) for index in who]
         assert together.due(who, np.full(who.size, now), used[who]).tolist() == expected
@@ -46,7 +48,9 @@ def test_rings_are_those_of_the_real_learners(name: str) -> None:
     graph = Gossip(name, range(7), seed=5)
     for number in range(10):
         real = [graph.partner(rank, number, set(range(7))) for rank in range(7)]
-        assert partners_of(graph, number).tolist() == [partner[0] for partner in real if partner is not None]
+        assert partners_of(graph, number).tolist() == [
+            partner[0] for partner in real if partner is not None
+        ]
 
 
 def test_partners_of_a_matrix_are_neighbours_in_proportion_to_their_weight() -> None:

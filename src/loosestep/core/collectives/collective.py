@@ -1,9 +1,10 @@
 """Collective communication on torch.distributed: exchanges of parameters and averages of gradients.
 
-Two threads, each with its own process groups: *exchanges* (slow, across nodes, in the background for several steps) and
-*gradients* (fast, inside the node, during backward). Every operation starts with a round in which the ranks tell each
-other what they are at; whoever is at a lower kind joins the higher one with what it has. That round, and whatever the
-host has to know, travels over the host always; gradients and vectors may stay on the devices (`near.py`).
+Two threads, each with its own process groups: *exchanges* (slow, across nodes, in the background
+for several steps) and *gradients* (fast, inside the node, during backward). Every operation starts
+with a round in which the ranks tell each other what they are at; whoever is at a lower kind joins
+the higher one with what it has. That round, and whatever the host has to know, travels over the
+host always; gradients and vectors may stay on the devices (`near.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from loosestep.events import Trace
 from loosestep.topology import Topology
 
 PIECE = 1 << 20  # elements that travel at a time: bounds the extra memory
-SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, LANE, WIRE = range(9)  # the columns of an exchange's header
+# the columns of an exchange's header
+SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, LANE, WIRE = range(9)
 Advance = Callable[[slice, torch.Tensor], torch.Tensor]  # what is made of a span's mean
 WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
 
@@ -56,26 +58,40 @@ class Collective:
         lanes: int | None = None,
         shards: bool = False,
     ) -> None:
-        """`topology`: the replicas. `through`: where these are single ranks, the nodes that their averages go through, so
-        that a link carries a node's sum once and not every rank's own values."""
-        self.rank, self.topology = world.rank, topology
+        """`topology`: the replicas. `through`: where these are single ranks, the nodes that their
+        averages go through, so that a link carries a node's sum once and not every rank's own
+        values.
+        """
+        self.rank = world.rank
+        self.topology = topology
         self._nodes = through or topology
-        self._shards = shards  # every rank of a node holds another part of the model: lanes have nothing to share
+        # every rank of a node holds another part of the model: lanes have nothing to share
+        self._shards = shards
         self.member: Member | None = None
         self.step = 0  # the run keeps it current
         self.part: tuple[int, int] | None = None
-        self.missed: Scope = "rank"  # the widest scope whose gradients were averaged without us since we last met
+        # the widest scope whose gradients were averaged without us since we last met
+        self.missed: Scope = "rank"
         self.identical = False  # several replicas did exactly the same so far
-        self._pulse, self._trace, self._now = world.pulse, trace, world.now
+        self._pulse = world.pulse
+        self._trace = trace
+        self._now = world.now
         weights = topology.weights
         self._weights = None if len(set(weights)) == 1 else weights
         self._total = len(weights) if self._weights is None else sum(weights)
         nodes = self._nodes
-        lanes = lanes or nodes.lanes  # fewer when other nodes, which this comm does not know, are smaller
-        reach, mates = world.reach, nodes.mates(world.rank)
+        # fewer when other nodes, which this comm does not know, are smaller
+        lanes = lanes or nodes.lanes
+        reach = world.reach
+        mates = nodes.mates(world.rank)
         apart = reach is not None and reach.lanes
         self._x = Channels(
-            "exchanges", world=world, nodes=nodes, lanes=lanes, near_node=apart and not shards, near_lane=apart
+            "exchanges",
+            world=world,
+            nodes=nodes,
+            lanes=lanes,
+            near_node=apart and not shards,
+            near_lane=apart,
         )
         if lanes > 1 and nodes == topology and not shards:
             self.part = self._x.node.row(lanes), lanes
@@ -88,15 +104,17 @@ class Collective:
         self._sequence = 0
         self._same = self._same_gradients = 0
         self._contributors = 1
-        self.present = list(range(topology.world))  # the ranks whose gradients were averaged in the last round
-        self.agrees: Callable[[], bool] = lambda: False  # asked at the beginning of a round, for all to know
+        # the ranks whose gradients were averaged in the last round
+        self.present = list(range(topology.world))
+        # asked at the beginning of a round, for all to know
+        self.agrees: Callable[[], bool] = lambda: False
         self.all_agree = False  # whether each of them did, at the beginning of the last round
 
     def now(self) -> float:
         """Seconds on the run's clock."""
         return self._now()
 
-    # Exchanges of parameters ------------------------------------------------------------------------------------------
+    # Exchanges of parameters ----------------------------------------------------------------------
 
     def all_reduce(self, offer: Offer) -> Pending[Landed]:
         """Start one exchange of all replicas in the background."""
@@ -112,16 +130,24 @@ class Collective:
         return self._exchanges.run(now)
 
     def submit(self, task: Callable[[], T]) -> Pending[T]:
-        """Do something on the thread of exchanges, in its turn: `invite`, `average` and the like, for which nobody waits."""
+        """Do something on the thread of exchanges, in its turn: `invite`, `average` and the
+        like, for which nobody waits.
+        """
         return self._exchanges.submit(task)
 
     def invite(self) -> None:
-        """Start a round by hand: who waits at a lower kind joins, then everybody is here for `average` and the like."""
+        """Start a round by hand: who waits at a lower kind joins, then everybody is here for
+        `average` and the like.
+        """
         self._exchanges.run(lambda: self._call(Kind.EXCHANGE, None))
 
     def meet(self, kind: Kind) -> None:
         """Wait until every rank is at `kind`, joining what the others do until then."""
-        served = self._gradients.submit(lambda: self._serve(kind)) if self._gradients and kind < Kind.GATHER else None
+        served = (
+            self._gradients.submit(lambda: self._serve(kind))
+            if self._gradients and kind < Kind.GATHER
+            else None
+        )
         self._exchanges.submit(lambda: self._arrive(kind)).wait()
         if served is not None:
             served.wait()
@@ -135,7 +161,8 @@ class Collective:
         with offer.aside():
             rows = self._call(Kind.EXCHANGE, offer)
             if (rows[:, KIND] < Kind.EXCHANGE).any():
-                rows = self._call(Kind.EXCHANGE, offer)  # the joiners have their snapshots now, and better headers
+                # the joiners have their snapshots now, and better headers
+                rows = self._call(Kind.EXCHANGE, offer)
             self._compare(rows)
             landed = self._average(offer, rows)
         self._trace.emit("landed", seconds=landed.seconds)
@@ -148,7 +175,9 @@ class Collective:
             host = rows[rows[:, KIND].argmax()].long().tolist()  # one of those at the highest kind
             if host[KIND] == kind:
                 return
-            invitation = Invitation(Kind(host[KIND]), None if host[LANE] < 0 else host[LANE], WIRES[host[WIRE]])
+            invitation = Invitation(
+                Kind(host[KIND]), None if host[LANE] < 0 else host[LANE], WIRES[host[WIRE]]
+            )
             self._trace.emit("join", round=invitation.kind.name.lower())
             self.member.join(invitation)
 
@@ -156,19 +185,33 @@ class Collective:
         """Everybody's header; row r is rank r's."""
         self._sequence += 1
         row = [0.0] * 9
-        row[SEQUENCE], row[KIND], row[STEP], row[FINITE], row[LANE] = self._sequence, kind, self.step, 1, -1
+        row[SEQUENCE] = self._sequence
+        row[KIND] = kind
+        row[STEP] = self.step
+        row[FINITE] = 1
+        row[LANE] = -1
         if offer is not None:
             offer.ready()
-            values = offer.vector if offer.part is None else [_row(tensor, *offer.part) for tensor in offer.vector]
-            checksum = sum(float(tensor.sum()) for tensor in values)  # may overflow where every value is finite
+            values = (
+                offer.vector
+                if offer.part is None
+                else [_row(tensor, *offer.part) for tensor in offer.vector]
+            )
+            # may overflow where every value is finite
+            checksum = sum(float(tensor.sum()) for tensor in values)
             finite = math.isfinite(checksum) or all(bool(t.isfinite().all()) for t in values)
-            row[LOSS], row[COUNT] = float(offer.losses[0]), offer.losses[1]
-            row[FINITE], row[CHECKSUM] = finite, checksum if math.isfinite(checksum) else 0.0
-            row[LANE], row[WIRE] = -1 if offer.lane is None else offer.lane, WIRES.index(offer.wire)
+            row[LOSS] = float(offer.losses[0])
+            row[COUNT] = offer.losses[1]
+            row[FINITE] = finite
+            row[CHECKSUM] = checksum if math.isfinite(checksum) else 0.0
+            row[LANE] = -1 if offer.lane is None else offer.lane
+            row[WIRE] = WIRES.index(offer.wire)
         rows = self._x.tell(*row)
         ahead = rows[:, SEQUENCE] != self._sequence
         if ahead.any():
-            raise CommError(f"rounds are out of step: {rows[:, SEQUENCE].tolist()}; please report this")
+            raise CommError(
+                f"rounds are out of step: {rows[:, SEQUENCE].tolist()}; please report this"
+            )
         return rows
 
     def _average(self, offer: Offer, rows: torch.Tensor) -> Landed:
@@ -176,11 +219,15 @@ class Collective:
         sick = (rows[:, FINITE] == 0).nonzero().flatten().tolist()
         if sick:
             raise CommError(
-                f"the parameters of rank {sick[0]} contain NaN or Inf at step {int(rows[sick[0], STEP])}: nothing was exchanged. "
-                "Lower the learning rate or clip gradients; the other ranks' parameters are intact"
+                f"the parameters of rank {sick[0]} contain NaN or Inf at step "
+                f"{int(rows[sick[0], STEP])}: nothing was exchanged. Lower the learning rate or "
+                "clip gradients; the other ranks' parameters are intact"
             )
         with self._x.world.watched() if offer.near else nullcontext():
-            spread = sum(self._average_tensor(number, tensor, offer) for number, tensor in enumerate(offer.vector))
+            spread = sum(
+                self._average_tensor(number, tensor, offer)
+                for number, tensor in enumerate(offer.vector)
+            )
         total = add_up(self._x.tell(spread))
         buffers = self._average_buffers(offer.buffers)
         self._report(self._x)
@@ -195,13 +242,18 @@ class Collective:
         )
 
     def _average_tensor(self, number: int, tensor: torch.Tensor, offer: Offer) -> float:
-        """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's part of the spread."""
+        """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's
+        part of the spread.
+        """
         outer = None if offer.outer is None else partial(offer.outer, number)
         wire = tensor if offer.wire is None else tensor.to(offer.wire)
-        node, lane = self._x.node, self._x.lane
+        node = self._x.node
+        lane = self._x.lane
         if offer.near:
-            node, lane = self._x.near_node or node, self._x.near_lane
-        delta, index = offer.form == "delta", node.index
+            node = self._x.near_node or node
+            lane = self._x.near_lane
+        delta = offer.form == "delta"
+        index = node.index
         if offer.settle and node.size > 1:
             for piece in wire.split(PIECE):
                 piece.copy_(ordered_sum(node.gather(piece).unbind(0)).div_(node.size))
@@ -211,10 +263,13 @@ class Collective:
         elif self._nodes != self.topology:
 
             def mean_of(piece: torch.Tensor) -> torch.Tensor:
-                wide = piece.to(torch.promote_types(piece.dtype, torch.float32), copy=True)  # rounded once, at the end
+                # rounded once, at the end
+                wide = piece.to(torch.promote_types(piece.dtype, torch.float32), copy=True)
                 return _mean_by_node(wide, node, lane, lanes=self._x.lanes, divisor=self._total)
 
-            spread = _average_pieces(wire, mean_of, grain=self._nodes.multiple, delta=delta, outer=outer)
+            spread = _average_pieces(
+                wire, mean_of, grain=self._nodes.multiple, delta=delta, outer=outer
+            )
         elif offer.lane is None:
             shards = wire.view(self._x.lanes, -1)
             mine = shards[node.row(self._x.lanes)]
@@ -231,7 +286,9 @@ class Collective:
             tensor.copy_(wire)
         return spread
 
-    def _average_lane(self, flat: torch.Tensor, lane: Channel, *, delta: bool, outer: Advance | None = None) -> float:
+    def _average_lane(
+        self, flat: torch.Tensor, lane: Channel, *, delta: bool, outer: Advance | None = None
+    ) -> float:
         """The replicas of a lane."""
         weight = 1 if self._weights is None else self._weights[lane.index]
 
@@ -252,7 +309,9 @@ class Collective:
         return mine.copy_(total.div_(self.topology.world))
 
     def _compare(self, rows: torch.Tensor) -> None:
-        """Replicas that are bit for bit the same three exchanges in a row have seen the same data."""
+        """Replicas that are bit for bit the same three exchanges in a row have seen the same
+        data.
+        """
         heads = rows[[node[0] for node in self.topology.nodes]]
         same = (
             len(heads) > 1
@@ -262,21 +321,27 @@ class Collective:
         self._same = self._same + 1 if same else 0
         self.identical = self.identical or self._same >= 3
 
-    # Averages of gradients --------------------------------------------------------------------------------------------
+    # Averages of gradients ------------------------------------------------------------------------
 
     def open_round(self, scope: Scope, checksum: float) -> None:
-        """A backward has begun: find out who takes part. `checksum` is of the gradients of the round before."""
+        """A backward has begun: find out who takes part. `checksum` is of the gradients of the
+        round before.
+        """
         assert self._gradients is not None
         self._gradients.submit(lambda: self._enter(scope, checksum))
 
     def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
-        """Pack a parcel, overwrite it with its mean over the ranks that take part in the round, unpack it."""
+        """Pack a parcel, overwrite it with its mean over the ranks that take part in the round,
+        unpack it.
+        """
         assert self._gradients is not None
 
         return self._gradients.submit(lambda: self._carry(parcel, scope))
 
     def reduce_here(self, parcel: Parcel, scope: Scope) -> None:
-        """The same on the calling thread, after all that was sent before: nobody has to wake another thread up."""
+        """The same on the calling thread, after all that was sent before: nobody has to wake
+        another thread up.
+        """
         assert self._gradients is not None
         self._gradients.here(lambda: self._carry(parcel, scope))
 
@@ -288,7 +353,8 @@ class Collective:
         return scope == "node" or len(self._nodes.nodes) == 1
 
     def _carry(self, parcel: Parcel, scope: Scope) -> None:
-        node, near = self._channels.node, self._channels.near_node
+        node = self._channels.node
+        near = self._channels.near_node
         if near is not None and parcel.flags is not None and self._inside(scope):
             self._carry(parcel.flags, scope)  # everybody is here, so nobody will wait on the device
             with near.watched(), parcel.aside() as flat:
@@ -311,19 +377,32 @@ class Collective:
             standings = self._stand(channel, mine)
         present = [standing for standing in standings if standing.kind == Kind.GRADIENTS]
         if any(standing.wide != mine.wide for standing in present):
-            raise CommError("the ranks of a node disagree about whose gradients are averaged; please report this")
-        same = len(present) > 1 and checksum != 0 and all(standing.checksum == checksum for standing in present)
+            raise CommError(
+                "the ranks of a node disagree about whose gradients are averaged; please report "
+                "this"
+            )
+        same = (
+            len(present) > 1
+            and checksum != 0
+            and all(standing.checksum == checksum for standing in present)
+        )
         self._same_gradients = self._same_gradients + 1 if same else 0
         self.identical = self.identical or self._same_gradients >= 3
         self.all_agree = all(standing.agrees for standing in standings)
         self._took_part(standings, channel)
 
     def _took_part(self, standings: list[Standing], channel: Channel) -> None:
-        self.present = [r for r, other in zip(channel.ranks, standings, strict=True) if other.kind == Kind.GRADIENTS]
+        self.present = [
+            r
+            for r, other in zip(channel.ranks, standings, strict=True)
+            if other.kind == Kind.GRADIENTS
+        ]
         self._contributors = len(self.present)
 
     def _serve(self, kind: Kind) -> None:
-        """While this rank waits at `kind`: add zeros to its peers' gradient rounds, in the node, then in the world."""
+        """While this rank waits at `kind`: add zeros to its peers' gradient rounds, in the node,
+        then in the world.
+        """
         while True:
             reached = self._serve_in(self._channels.node, kind)
             reached = self._serve_in(self._channels.world, reached)
@@ -331,7 +410,9 @@ class Collective:
                 return
 
     def _serve_in(self, channel: Channel, kind: Kind) -> Kind:
-        """Join gradient rounds until the ranks of the channel have reached something else, and say what."""
+        """Join gradient rounds until the ranks of the channel have reached something else, and
+        say what.
+        """
         assert self.member is not None
         while True:
             standings = self._stand(channel, Standing(kind, False, 0.0, False))
@@ -349,11 +430,17 @@ class Collective:
 
     def _stand(self, channel: Channel, mine: Standing) -> list[Standing]:
         """What every rank of the channel is at."""
-        told = self._channels.tell(*mine).tolist() if channel is self._channels.world else channel.tell(*mine)
+        told = (
+            self._channels.tell(*mine).tolist()
+            if channel is self._channels.world
+            else channel.tell(*mine)
+        )
         return [Standing(*numbers) for numbers in told]
 
     def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
-        node, lane, lanes = self._channels.node, self._channels.lane, self._channels.lanes
+        node = self._channels.node
+        lane = self._channels.lane
+        lanes = self._channels.lanes
         if self._inside(scope):
             node.total(flat, lanes)
             flat.div_(self._contributors)
@@ -368,11 +455,14 @@ class Collective:
         assert self._g is not None
         return self._g
 
-    # State, life and death --------------------------------------------------------------------------------------------
+    # State, life and death ------------------------------------------------------------------------
 
-    def broadcast_state(self, state: dict[str, Any], root: int, scope: Scope = "world") -> dict[str, Any]:
-        """The nested plain state of rank `root`, tensors included, on every rank of the scope; of shards, that of the
-        same local rank on the node of `root`."""
+    def broadcast_state(
+        self, state: dict[str, Any], root: int, scope: Scope = "world"
+    ) -> dict[str, Any]:
+        """The nested plain state of rank `root`, tensors included, on every rank of the scope; of
+        shards, that of the same local rank on the node of `root`.
+        """
         channel = self._x.node if scope == "node" else self._x.world
         if self._shards and scope == "world":
             channel = have(self._x.lane)
@@ -394,7 +484,9 @@ class Collective:
         if self._pulse is not None:
             self._pulse.hurt(CommError(f"the run was ended: {reason}"))
             self._pulse.fail(reason, culprit)
-        ended = [stream.close(timeout=2.0) for stream in filter(None, (self._exchanges, self._gradients))]
+        ended = [
+            stream.close(timeout=2.0) for stream in filter(None, (self._exchanges, self._gradients))
+        ]
         for channels in filter(None, (self._x, self._g)):
             channels.abandon()
         self._trace.emit("abort", reason=reason, threads_ended=all(ended))
@@ -413,8 +505,9 @@ def _average_pieces(
     delta: bool,
     outer: Advance | None,
 ) -> float:
-    """Overwrite `flat` with the mean, or with what is missing to it, piece by piece, so that the extra memory is bounded;
-    how far the values were from it, squared."""
+    """Overwrite `flat` with the mean, or with what is missing to it, piece by piece, so that the
+    extra memory is bounded; how far the values were from it, squared.
+    """
     norms = []  # read at the end: on a device that is the only wait
     length = max(PIECE // grain, 1) * grain
     for begin, piece in zip(range(0, flat.numel(), length), flat.split(length), strict=True):
@@ -433,8 +526,12 @@ def _average_pieces(
     return spread
 
 
-def _mean_by_node(flat: torch.Tensor, node: Channel, lane: Channel | None, *, lanes: int, divisor: int) -> torch.Tensor:
-    """In place: inside the node a sum for each lane, across nodes their means, then all of them inside the node."""
+def _mean_by_node(
+    flat: torch.Tensor, node: Channel, lane: Channel | None, *, lanes: int, divisor: int
+) -> torch.Tensor:
+    """In place: inside the node a sum for each lane, across nodes their means, then all of them
+    inside the node.
+    """
     shards = flat.view(lanes, -1)
     mine = shards[node.row(lanes)]
     if node.size > 1:
@@ -451,7 +548,9 @@ def _row(flat: torch.Tensor, row: int, rows: int) -> torch.Tensor:
 
 
 def add_up(numbers: torch.Tensor) -> float:
-    """In order; Python's own `sum` compensates for rounding from 3.12 on, and would differ between versions."""
+    """In order; Python's own `sum` compensates for rounding from 3.12 on, and would differ
+    between versions.
+    """
     total = 0.0
     for number in numbers.flatten().tolist():
         total += number
@@ -463,7 +562,9 @@ def _broadcast(channel: Channel, state: dict[str, Any], root: int) -> dict[str, 
     sender = channel.index == root
     plain, tensors = flatten(state) if sender else ("", [])
     text = (
-        torch.frombuffer(bytearray(plain.encode()), dtype=torch.uint8) if sender else torch.empty(0, dtype=torch.uint8)
+        torch.frombuffer(bytearray(plain.encode()), dtype=torch.uint8)
+        if sender
+        else torch.empty(0, dtype=torch.uint8)
     )
     size = torch.tensor([text.numel()])
     channel.broadcast(size, root)
@@ -475,7 +576,10 @@ def _broadcast(channel: Channel, state: dict[str, Any], root: int) -> dict[str, 
             channel.broadcast(tensor, root)
         return state
     plain = bytes(text.numpy()).decode()
-    received = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in json.loads(plain)["tensors"]]
+    received = [
+        torch.empty(shape, dtype=getattr(torch, dtype))
+        for shape, dtype in json.loads(plain)["tensors"]
+    ]
     for tensor in received:
         channel.broadcast(tensor, root)
     return dict(unflatten(plain, received))

@@ -1,7 +1,9 @@
-"""A group of ranks on torch.distributed, its sums taken in rank order, its waits watched by the heartbeats.
+"""A group of ranks on torch.distributed, its sums taken in rank order, its waits watched by the
+heartbeats.
 
-A mean is made of an all-to-all of chunks, a sum of each chunk in rank order and an all-gather: the traffic of a ring,
-but a result that depends on nothing except the values, so that a simulator can reproduce it bit for bit.
+A mean is made of an all-to-all of chunks, a sum of each chunk in rank order and an all-gather: the
+traffic of a ring, but a result that depends on nothing except the values, so that a simulator can
+reproduce it bit for bit.
 """
 
 from __future__ import annotations
@@ -63,16 +65,21 @@ class Channel:
         if self.size > 1 and pulse is not None and store is not None:
             members = dist.PrefixStore(f"{name}/{'-'.join(map(str, self.ranks))}", store)
             try:
-                self._group = open_group(members, self.index, self.size, devices=devices, timeout=pulse.deadline)
+                self._group = open_group(
+                    members, self.index, self.size, devices=devices, timeout=pulse.deadline
+                )
             except RuntimeError as error:
                 raise pulse.blame(error) from error
             if self._strangers == 0:
                 self._slots = self._open_slots(members)
 
-    def mean(self, values: torch.Tensor, weights: Sequence[int] | None, divisor: int) -> torch.Tensor:
+    def mean(
+        self, values: torch.Tensor, weights: Sequence[int] | None, divisor: int
+    ) -> torch.Tensor:
         """`sum_j weights[j] values_j / divisor`, summed in rank order, the same bits on every rank.
 
-        What is returned is scratch memory: use it before the next operation. The length must divide by the size.
+        What is returned is scratch memory: use it before the next operation. The length must divide
+        by the size.
         """
         if self.size == 2 and weights is None and values.dtype in (torch.float32, torch.float64):
             total = self._take("sum", values).copy_(values)
@@ -84,7 +91,9 @@ class Channel:
 
     def fits(self, flat: torch.Tensor) -> bool:
         """Whether a tensor can be averaged in shared memory at one go."""
-        return self._slots is not None and flat.numel() * flat.element_size() <= self._slots.capacity
+        return (
+            self._slots is not None and flat.numel() * flat.element_size() <= self._slots.capacity
+        )
 
     def through_memory(self, parcel: Parcel, divisor: int) -> None:
         """Pack into shared memory, meet, unpack the sum from there: no copy in between."""
@@ -134,7 +143,9 @@ class Channel:
         return out
 
     def share(self, shards: torch.Tensor) -> None:
-        """Fill in the other lanes' rows; the row of this rank's lane is there. Ranks beyond the last lane only receive."""
+        """Fill in the other lanes' rows; the row of this rank's lane is there. Ranks beyond the
+        last lane only receive.
+        """
         lanes = len(shards)
         mine = self.row(lanes)
         if self._slots is None:
@@ -156,7 +167,9 @@ class Channel:
         return [self._slots.read(rank, values) for rank in range(self.size)]
 
     def _add_pair(self, values: torch.Tensor) -> None:
-        """In place, between two ranks: a + b = b + a, so the backend's own all-reduce gives the ordered sum."""
+        """In place, between two ranks: a + b = b + a, so the backend's own all-reduce gives the
+        ordered sum.
+        """
         options = AllreduceOptions()
         options.timeout = PATIENCE
         self._finish(self._group.allreduce([values], options))
@@ -165,9 +178,14 @@ class Channel:
     def tell(self, *numbers: float) -> list[tuple[float, ...]]:
         """Everybody's few numbers, in rank order."""
         if self._slots is None or self._pulse is None:
-            return [tuple(row) for row in self.gather(torch.tensor(numbers, dtype=torch.float64)).tolist()]
+            return [
+                tuple(row)
+                for row in self.gather(torch.tensor(numbers, dtype=torch.float64)).tolist()
+            ]
         form = struct.Struct(f"<{len(numbers)}d")
-        return [form.unpack(note) for note in self._slots.meeting.meet(self._pulse, form.pack(*numbers))]
+        return [
+            form.unpack(note) for note in self._slots.meeting.meet(self._pulse, form.pack(*numbers))
+        ]
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, stacked in rank order (in scratch memory, if it is large)."""
@@ -211,10 +229,14 @@ class Channel:
         except CommError:
             raise
         except RuntimeError as error:
-            raise (CommError(str(error)) if self._pulse is None else self._pulse.blame(error)) from error
+            raise (
+                CommError(str(error)) if self._pulse is None else self._pulse.blame(error)
+            ) from error
 
     def abandon(self) -> None:
-        """Leave with an operation in flight: gloo cannot cancel it, so keep the group alive rather than wait for it."""
+        """Leave with an operation in flight: gloo cannot cancel it, so keep the group alive
+        rather than wait for it.
+        """
         if self._slots is not None:
             self._slots.meeting.close()
             self._slots = None
@@ -239,7 +261,9 @@ class Channel:
         return slots if agreed else None
 
     def _take(self, use: str, like: torch.Tensor, *, rows: int = 0) -> torch.Tensor:
-        """Memory of the shape of `like`, or of so many of it; large pieces are kept, fresh ones cost page faults."""
+        """Memory of the shape of `like`, or of so many of it; large pieces are kept, fresh ones
+        cost page faults.
+        """
         shape = (rows, *like.shape) if rows else like.shape
         size = max(rows, 1) * like.numel()
         if size < SMALL:
@@ -280,7 +304,12 @@ def open_devices() -> list[ProcessGroupGloo.Device]:
 
 
 def open_group(
-    store: dist.Store, index: int, size: int, *, devices: Sequence[ProcessGroupGloo.Device], timeout: float
+    store: dist.Store,
+    index: int,
+    size: int,
+    *,
+    devices: Sequence[ProcessGroupGloo.Device],
+    timeout: float,
 ) -> ProcessGroupGloo:
     """A group of gloo that is nobody's default group."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -290,7 +319,9 @@ def open_group(
     return ProcessGroupGloo(store, index, size, options)
 
 
-def ordered_sum(parts: Sequence[torch.Tensor], weights: Sequence[int] | None = None) -> torch.Tensor:
+def ordered_sum(
+    parts: Sequence[torch.Tensor], weights: Sequence[int] | None = None
+) -> torch.Tensor:
     """`sum_j weights[j] * parts[j]`, taken in order; halves are summed in float32."""
     first, *rest = parts
     wide = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype

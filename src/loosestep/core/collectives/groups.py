@@ -10,9 +10,11 @@ from loosestep.topology import Topology
 
 
 class Channels:
-    """The groups of one thread: the world, the ranks of this node, and this rank's lane (None beyond the last lane).
+    """The groups of one thread: the world, the ranks of this node, and this rank's lane (None
+    beyond the last lane).
 
-    `near_node`, `near_lane`: the same ranks, for values on their devices; None where those travel over the host.
+    `near_node`, `near_lane`: the same ranks, for values on their devices; None where those travel
+    over the host.
     """
 
     def __init__(
@@ -25,8 +27,10 @@ class Channels:
         near_node: bool = False,
         near_lane: bool = False,
     ) -> None:
-        rank, channel = world.rank, world.channels(name)
-        mates, index = nodes.mates(rank), nodes.local_index(rank)
+        rank = world.rank
+        channel = world.channels(name)
+        mates = nodes.mates(rank)
+        index = nodes.local_index(rank)
         self.lanes = lanes
         self.world = channel(range(nodes.world))
         self.node = self.world if len(nodes.nodes) == 1 else channel(mates)
@@ -35,17 +39,24 @@ class Channels:
             lane = nodes.lane(index)
             self.lane = self.world if lane == self.world.ranks else channel(lane)
         self.near_node = world.near_channel(name, mates) if near_node else None
-        self.near_lane = world.near_channel(name, self.lane.ranks) if near_lane and self.lane is not None else None
+        self.near_lane = (
+            world.near_channel(name, self.lane.ranks)
+            if near_lane and self.lane is not None
+            else None
+        )
         everything = (self.near_node, self.near_lane, self.world, self.node, self.lane)
         self._distinct = {id(c): c for c in everything if c is not None}.values()
         self._reported = (0, 0)
         order = [mate for node in nodes.nodes for mate in node]
-        self._places = [order.index(mate) for mate in range(nodes.world)]  # of every rank among the rows of all nodes
+        # of every rank among the rows of all nodes
+        self._places = [order.index(mate) for mate in range(nodes.world)]
         self._even = len(nodes.nodes) == 1 or set(nodes.weights) == {lanes}
 
     def tell(self, *numbers: float) -> torch.Tensor:
-        """Everybody's few numbers, row r from rank r. A node's rows meet in its memory and then travel along each lane: fewer
-        hops than a ring of all ranks, which is left for nodes of unequal size."""
+        """Everybody's few numbers, row r from rank r. A node's rows meet in its memory and then
+        travel along each lane: fewer hops than a ring of all ranks, which is left for nodes of
+        unequal size.
+        """
         if not self._even:
             return self.world.gather(torch.tensor(numbers, dtype=torch.float64))
         rows = torch.tensor(self.node.tell(*numbers), dtype=torch.float64)
@@ -55,7 +66,10 @@ class Channels:
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent since the last call: in all, and to other nodes."""
-        total = (sum(c.bytes_sent for c in self._distinct), sum(c.bytes_between_nodes for c in self._distinct))
+        total = (
+            sum(c.bytes_sent for c in self._distinct),
+            sum(c.bytes_between_nodes for c in self._distinct),
+        )
         new = (total[0] - self._reported[0], total[1] - self._reported[1])
         self._reported = total
         return new

@@ -1,8 +1,10 @@
-"""Channels whose values stay on the accelerator: NCCL instead of gloo, the same operations and sums in the same order.
+"""Channels whose values stay on the accelerator: NCCL instead of gloo, the same operations and sums
+in the same order.
 
-Who talks to whom, who is here and who is lost stays the host's business: ranks meet there before anything is queued on
-a device, and the heartbeats decide who is lost. Then operations are cut off, for a kernel that waits for a dead peer
-would never end. Nothing here makes a thread wait for the device: operations follow each other on the current stream.
+Who talks to whom, who is here and who is lost stays the host's business: ranks meet there before
+anything is queued on a device, and the heartbeats decide who is lost. Then operations are cut off,
+for a kernel that waits for a dead peer would never end. Nothing here makes a thread wait for the
+device: operations follow each other on the current stream.
 
     gradients   inside a node, where each of its ranks has a GPU of its own; LOOSESTEP_GRADIENTS=host turns it off
     lanes       between nodes, only with LOOSESTEP_LANES=nccl
@@ -27,15 +29,21 @@ from loosestep.core.thread import Stream
 
 log = logging.getLogger("loosestep")
 
-LANES, GRADIENTS = "LOOSESTEP_LANES", "LOOSESTEP_GRADIENTS"
-# NCCL's watchdog would end the process: an error ends the operations instead, and a wait holds a stream, never a thread.
+LANES = "LOOSESTEP_LANES"
+GRADIENTS = "LOOSESTEP_GRADIENTS"
+# NCCL's watchdog would end the process: an error ends the operations instead, and a wait holds a
+# stream, never a thread.
 QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}
-LEAVING, CUTTING = 10.0, 2.0  # seconds that a clean end may take, and a hasty one
+# seconds that a clean end may take, and a hasty one
+LEAVING = 10.0
+CUTTING = 2.0
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What all ranks agree on about their devices: `gpus` names the one of each rank, None where NCCL has no way to it."""
+    """What all ranks agree on about their devices: `gpus` names the one of each rank, None where
+    NCCL has no way to it.
+    """
 
     device: torch.device
     gpus: tuple[str | None, ...]
@@ -49,16 +57,21 @@ class Reach:
 
     def within(self, ranks: Sequence[int]) -> Reach:
         """The same for a part of the ranks, counted from 0."""
-        return Reach(self.device, tuple(self.gpus[rank] for rank in ranks), self.gradients, self.lanes)
+        return Reach(
+            self.device, tuple(self.gpus[rank] for rank in ranks), self.gradients, self.lanes
+        )
 
     def check_lanes(self, groups: Sequence[Sequence[int]]) -> None:
-        """Raise where lanes were asked to stay on the device and cannot: in a lane, or among the ranks that share its result."""
+        """Raise where lanes were asked to stay on the device and cannot: in a lane, or among the
+        ranks that share its result.
+        """
         for ranks in groups if self.lanes else ():
             if len(ranks) > 1 and not self.apart(ranks):
                 raise ValueError(
-                    f"{LANES}=nccl needs a GPU of its own for each of the ranks {', '.join(map(str, ranks))}, which have "
-                    f"{', '.join(str(self.gpus[rank]) for rank in ranks)}; give every rank another device (torch.cuda.set_device), or "
-                    f"unset {LANES}"
+                    f"{LANES}=nccl needs a GPU of its own for each of the ranks "
+                    f"{', '.join(map(str, ranks))}, which have "
+                    f"{', '.join(str(self.gpus[rank]) for rank in ranks)}; give every rank "
+                    f"another device (torch.cuda.set_device), or unset {LANES}"
                 )
 
 
@@ -95,7 +108,9 @@ def open_group(store: dist.Store, index: int, size: int) -> Any:
 
 
 class NearChannel(Channel):
-    """A channel for tensors on `device`. Its operations are queued on the current stream, and nobody waits for them."""
+    """A channel for tensors on `device`. Its operations are queued on the current stream, and
+    nobody waits for them.
+    """
 
     def __init__(
         self,
@@ -111,9 +126,12 @@ class NearChannel(Channel):
         super().__init__(ranks, rank, name=name, store=None, pulse=pulse, nodes=nodes)
         self._last: dist.Work | None = None
         self._group = open_group(
-            dist.PrefixStore(f"{name}/near/{'-'.join(map(str, self.ranks))}", store), self.index, self.size
+            dist.PrefixStore(f"{name}/near/{'-'.join(map(str, self.ranks))}", store),
+            self.index,
+            self.size,
         )
-        # Another backend may stand in where there is no NCCL: its operations are the host's, and watched there.
+        # Another backend may stand in where there is no NCCL: its operations are the host's, and
+        # watched there.
         self._by_host = isinstance(self._group, ProcessGroupGloo)
         self._was_cut = False
         if pulse is not None:
@@ -138,8 +156,8 @@ class NearChannel(Channel):
         self._was_cut = True
         if self._last is not None and not self._last.is_completed():
             log.warning(
-                "a sum on the device was cut off in flight: steps that were queued behind it used incomplete gradients, so resume "
-                "from a checkpoint"
+                "a sum on the device was cut off in flight: steps that were queued behind it used "
+                "incomplete gradients, so resume from a checkpoint"
             )
         self._end(self._group.abort, timeout=CUTTING)
 
@@ -156,7 +174,9 @@ class NearChannel(Channel):
         ending.close(timeout=0.1)
 
     def _connect(self, device: torch.device) -> None:
-        """NCCL connects in its first operation and waits there for its peers: watch the heartbeats meanwhile."""
+        """NCCL connects in its first operation and waits there for its peers: watch the
+        heartbeats meanwhile.
+        """
 
         def greet() -> int:
             here = torch.ones(1, device=device)
@@ -179,13 +199,16 @@ class NearChannel(Channel):
             if self._pulse is not None:
                 self._pulse.check()  # it was cut off, because somebody is lost
             raise CommError(
-                f"NCCL could not connect the devices of ranks {', '.join(map(str, self.ranks))}: {error}. Without {LANES} and with "
-                f"{GRADIENTS}=host everything travels over the host"
+                f"NCCL could not connect the devices of ranks {', '.join(map(str, self.ranks))}: "
+                f"{error}. Without {LANES} and with {GRADIENTS}=host everything travels over the "
+                "host"
             ) from error
         finally:
             greeting.close(timeout=CUTTING)
         if answers != self.size:
-            raise CommError(f"{answers} of {self.size} ranks answered on the device; please report this")
+            raise CommError(
+                f"{answers} of {self.size} ranks answered on the device; please report this"
+            )
 
     def _finish(self, work: dist.Work) -> None:
         if self._by_host:

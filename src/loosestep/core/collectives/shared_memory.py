@@ -1,8 +1,9 @@
 """Memory that the ranks of one node share: averaging inside a node without the network stack.
 
-Every rank has two slots and writes them in turn. An operation is: write your slot, meet (a datagram to every other
-rank), read everybody's. Whoever meets for the next operation has finished reading this one, so a slot is written again
-only when nobody reads it any more. The file is unlinked as soon as everybody has it open: nothing is left by a crash.
+Every rank has two slots and writes them in turn. An operation is: write your slot, meet (a datagram
+to every other rank), read everybody's. Whoever meets for the next operation has finished reading
+this one, so a slot is written again only when nobody reads it any more. The file is unlinked as
+soon as everybody has it open: nothing is left by a crash.
 """
 
 from __future__ import annotations
@@ -40,31 +41,38 @@ class Watch(Protocol):
 
 
 class Meeting:
-    """A barrier of the ranks of a node: everybody tells everybody that it is there, by Unix datagrams.
+    """A barrier of the ranks of a node: everybody tells everybody that it is there, by Unix
+    datagrams.
 
-    Ten times cheaper than a collective of the process group, and there is one for every bucket of gradients.
+    Ten times cheaper than a collective of the process group, and there is one for every bucket of
+    gradients.
     """
 
     def __init__(self, name: str, *, index: int, size: int) -> None:
-        self._index, self._size = index, size
+        self._index = index
+        self._size = size
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._addresses = [
-            f"\0{name}-{rank}" for rank in range(size)
-        ]  # abstract: no file, known only to who reads the store
+        # abstract: no file, known only to who reads the store
+        self._addresses = [f"\0{name}-{rank}" for rank in range(size)]
         self._socket.bind(self._addresses[index])
         self._socket.settimeout(SLICE)
         self._number = 0
-        self._notes: list[dict[int, bytes]] = [{} for _ in range(size)]  # what each rank said, by meeting
+        # what each rank said, by meeting
+        self._notes: list[dict[int, bytes]] = [{} for _ in range(size)]
 
     def meet(self, watch: Watch, note: bytes = b"") -> list[bytes]:
-        """Wait for everybody; everybody's note, in rank order. `watch` is asked now and then, and raises when somebody is lost."""
+        """Wait for everybody; everybody's note, in rank order. `watch` is asked now and then,
+        and raises when somebody is lost.
+        """
         self._number += 1
         message = HERE.pack(self._index, self._number) + note
         self._notes[self._index][self._number] = note
         for rank in range(self._size):
             if rank != self._index:
                 self._tell(rank, message, watch)
-        while missing := [rank for rank, notes in enumerate(self._notes) if self._number not in notes]:
+        while missing := [
+            rank for rank, notes in enumerate(self._notes) if self._number not in notes
+        ]:
             try:
                 heard = self._socket.recv(HERE.size + NOTE)
             except TimeoutError:
@@ -104,9 +112,13 @@ class Meeting:
 class Slots:
     """The slots of all ranks; `turn` alternates with every operation."""
 
-    def __init__(self, memory: mmap.mmap, meeting: Meeting, *, index: int, size: int, capacity: int) -> None:
+    def __init__(
+        self, memory: mmap.mmap, meeting: Meeting, *, index: int, size: int, capacity: int
+    ) -> None:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8).view(2, size, capacity)
-        self._index, self.capacity, self.meeting = index, capacity, meeting
+        self._index = index
+        self.capacity = capacity
+        self.meeting = meeting
         self._turn = 0
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
 
@@ -116,7 +128,9 @@ class Slots:
         return self.read(self._index, like)
 
     def read(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """The values in a rank's slot, as many and of the dtype of `like`; not a copy, and always the same tensor."""
+        """The values in a rank's slot, as many and of the dtype of `like`; not a copy, and
+        always the same tensor.
+        """
         key = (self._turn, rank, like.dtype, like.numel())
         if key not in self._views:
             self._views[key] = self._bytes[self._turn, rank].view(like.dtype)[: like.numel()]
@@ -142,7 +156,8 @@ def open_slots(store: dist.Store, *, index: int, size: int) -> Slots | None:
         path = FOLDER / f"loosestep-{secrets.token_hex(8)}"
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            os.posix_fallocate(handle, 0, length)  # a full folder is an error here, not a crash at the first write
+            # a full folder is an error here, not a crash at the first write
+            os.posix_fallocate(handle, 0, length)
         except OSError:
             with contextlib.suppress(OSError):
                 path.unlink()

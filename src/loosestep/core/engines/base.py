@@ -20,7 +20,9 @@ class Engine(Protocol):
         """Put the mean of all replicas into the model; what is returned puts everything back."""
 
     def finish(self) -> None:
-        """Drain, and leave the same parameters on every rank; then let go of threads and sockets."""
+        """Drain, and leave the same parameters on every rank; then let go of threads and
+        sockets.
+        """
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """End at once; tell the others why."""

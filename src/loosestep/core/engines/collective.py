@@ -1,4 +1,6 @@
-"""The collective engine: exchanges that all replicas take part in, started and folded as the strategy says."""
+"""The collective engine: exchanges that all replicas take part in, started and folded as the
+strategy says.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,30 @@ from typing import Any, Literal
 
 import torch
 
-from loosestep.core.contracts import Comm, Invitation, Kind, Landed, Offer, Outer, Parcel, Scope, Vector
+from loosestep.core.contracts import (
+    Comm,
+    Invitation,
+    Kind,
+    Landed,
+    Offer,
+    Outer,
+    Parcel,
+    Scope,
+    Vector,
+)
 from loosestep.core.engines.gradients import GradientAverager, Plain
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.wrapped import averages_gradients
 from loosestep.core.errors import CommError
 from loosestep.core.pending import Pending
-from loosestep.core.replica.shards import is_dtensor, load_localised, local, localise, reshard, sharding_modules
+from loosestep.core.replica.shards import (
+    is_dtensor,
+    load_localised,
+    local,
+    localise,
+    reshard,
+    sharding_modules,
+)
 from loosestep.core.world import World
 
 
@@ -28,13 +47,20 @@ class Flight:
 
 
 class CollectiveEngine:
-    """Drives the strategies that are no gossip over a `Comm`; is their `Exchanges` and the comm's `Member`."""
+    """Drives the strategies that are no gossip over a `Comm`; is their `Exchanges` and the
+    comm's `Member`.
+    """
 
     def __init__(self, learner: Learner, *, world: World, comm: Comm) -> None:
-        self._learner, self._world, self._comm = learner, world, comm
-        self._strategy, self._replica, self.trace = learner.strategy, learner.replica, learner.trace
+        self._learner = learner
+        self._world = world
+        self._comm = comm
+        self._strategy = learner.strategy
+        self._replica = learner.replica
+        self.trace = learner.trace
         self._flight: Flight | None = None
-        self._stay = world.reach is not None and world.reach.lanes  # snapshots are exchanged where the parameters are
+        # snapshots are exchanged where the parameters are
+        self._stay = world.reach is not None and world.reach.lanes
         self.averager: GradientAverager | None = None
         comm.member = self
         align(learner, comm)
@@ -54,7 +80,7 @@ class CollectiveEngine:
     def state(self) -> dict[str, Any]:
         return self._learner.state
 
-    # The run's side (`Engine`) ----------------------------------------------------------------------------------------
+    # The run's side (`Engine`) --------------------------------------------------------------------
 
     def boundary(self) -> None:
         """An optimizer step was made."""
@@ -73,7 +99,8 @@ class CollectiveEngine:
         """Put the mean of all replicas into the model; what is returned puts everything back."""
         self._reach(Kind.CONSENSUS)
         mean = self._mean()
-        stash, buffers = self._replica.snapshot(keep=False), self._replica.pack_buffers()
+        stash = self._replica.snapshot(keep=False)
+        buffers = self._replica.pack_buffers()
         self._adopt_mean(mean)
 
         def restore() -> None:
@@ -116,12 +143,15 @@ class CollectiveEngine:
         if not self._comm.identical:
             return None
         return (
-            "several ranks computed exactly the same so far: they probably see the same data. Give each rank its own part, for "
-            "instance with torch.utils.data.DistributedSampler. (Or DistributedDataParallel averages over all of them: do not wrap)"
+            "several ranks computed exactly the same so far: they probably see the same data. "
+            "Give each rank its own part, for instance with torch.utils.data.DistributedSampler. "
+            "(Or DistributedDataParallel averages over all of them: do not wrap)"
         )
 
     def save(self) -> dict[str, Any]:
-        """The exchange in flight, waited for and not folded; one that a lost rank has broken off is not there."""
+        """The exchange in flight, waited for and not folded; one that a lost rank has broken off
+        is not there.
+        """
         try:
             landed = None if self._flight is None else self._flight.pending.wait()
         except CommError:
@@ -129,7 +159,11 @@ class CollectiveEngine:
         if self._flight is None or landed is None:
             return {"flight": None}
         self._replica.staging.receive()
-        flight = {"step": self._flight.step, **vars(landed), "vector": [t.to("cpu", copy=True) for t in landed.vector]}
+        flight = {
+            "step": self._flight.step,
+            **vars(landed),
+            "vector": [t.to("cpu", copy=True) for t in landed.vector],
+        }
         flight["buffers"] = landed.buffers.clone()
         return {"flight": copy.copy(flight)}
 
@@ -140,14 +174,15 @@ class CollectiveEngine:
         if saved["flight"] is None:
             return
         fields = dict(saved["flight"])
-        step, vector = fields.pop("step"), self._replica.snapshot()
+        step = fields.pop("step")
+        vector = self._replica.snapshot()
         for kept, stored in zip(vector, fields.pop("vector"), strict=True):
             kept.copy_(stored)
         landing: Pending[Landed] = Pending()
         landing.fulfil(Landed(vector=vector, **fields))
         self._flight = Flight(step, landing)
 
-    # The strategy's side (`Exchanges`) --------------------------------------------------------------------------------
+    # The strategy's side (`Exchanges`) ------------------------------------------------------------
 
     @property
     def in_flight(self) -> int | None:
@@ -162,7 +197,9 @@ class CollectiveEngine:
         vector: Vector | None = None,
         outer: Outer | None = None,
     ) -> None:
-        """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the background."""
+        """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the
+        background.
+        """
         assert self._flight is None, "an exchange is folded before the next one starts"
         offer = self._offer(form=form, lane=lane, vector=vector, outer=outer)
         self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
@@ -171,7 +208,8 @@ class CollectiveEngine:
     def fold(self) -> None:
         """Wait for the exchange in flight and hand it to the strategy."""
         assert self._flight is not None
-        flight, start = self._flight, self._comm.now()
+        flight = self._flight
+        start = self._comm.now()
         landed = flight.pending.wait()
         self.trace.emit("wait", seconds=self._comm.now() - start, reason="fold")
         self._flight = None
@@ -197,14 +235,15 @@ class CollectiveEngine:
         """Blocking, inside the node: parameters <- the mean of the node's ranks."""
         if len(self._world.topology.mates(self._comm.rank)) == 1:
             return
-        start, vector = self._comm.now(), self._replica.snapshot(keep=False)
+        start = self._comm.now()
+        vector = self._replica.snapshot(keep=False)
         self._comm.open_round("node", 0.0)
         for flat in vector:
             self._comm.reduce(Plain(flat), "node").wait()
         self.trace.emit("wait", seconds=self._comm.now() - start, reason="node")
         self._replica.assign(vector)
 
-    # Communication's side (`Member`) ----------------------------------------------------------------------------------
+    # Communication's side (`Member`) --------------------------------------------------------------
 
     def join(self, invitation: Invitation) -> None:
         """Take part in a round that others are at while this rank waits at a lower kind."""
@@ -215,7 +254,11 @@ class CollectiveEngine:
         if self._flight is not None:
             self.fold()
         if invitation.kind is Kind.EXCHANGE:
-            form = {**self._strategy.form(self.state), "lane": invitation.lane, "wire": invitation.wire}
+            form = {
+                **self._strategy.form(self.state),
+                "lane": invitation.lane,
+                "wire": invitation.wire,
+            }
             offer = self._offer(**form)
             self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
             landed = self._comm.average(offer)
@@ -231,11 +274,12 @@ class CollectiveEngine:
         """Zeros in the shape of what this node's ranks average every step."""
         if self.averager is None:
             return []
-        if self._strategy.scope(self.state) == "rank":  # parameters, averaged inside the node now and then
+        # parameters, averaged inside the node now and then
+        if self._strategy.scope(self.state) == "rank":
             return [Plain(torch.zeros_like(flat)) for flat in self._replica.snapshot(keep=False)]
         return self.averager.blank_parcels()
 
-    # Inside -----------------------------------------------------------------------------------------------------------
+    # Inside ---------------------------------------------------------------------------------------
 
     def _offer(
         self,
@@ -257,13 +301,17 @@ class CollectiveEngine:
 
     def _land(self, landed: Landed, *, staleness: int) -> None:
         replicas = len(self._comm.topology.nodes)
-        self._strategy.land(self.state, self._replica, landed, staleness=staleness, replicas=replicas)
+        self._strategy.land(
+            self.state, self._replica, landed, staleness=staleness, replicas=replicas
+        )
         self._replica.assign_buffers(landed.buffers)
         self.trace.emit("fold", staleness=staleness, step=self.state["step"])
         self.trace.emit("distance", value=landed.distance)
 
     def _gather(self) -> None:
-        """All replicas are here: each becomes their mean, momentum included, so that they stay equal in lockstep."""
+        """All replicas are here: each becomes their mean, momentum included, so that they stay
+        equal in lockstep.
+        """
         self._adopt_mean(self._mean())
         self._average_optimizers()
         if any(scaled for (scaled,) in self._comm.census(self.state.get("scaled", False))):
@@ -279,8 +327,14 @@ class CollectiveEngine:
         self._equalise()
 
     def _mean(self) -> Landed:
-        """The mean of all replicas, in new memory; when all ranks are one replica it has nothing to average but buffers."""
-        vector = [] if self._strategy.learner == "world" else self._strategy.truth(self.state, self._replica)
+        """The mean of all replicas, in new memory; when all ranks are one replica it has nothing
+        to average but buffers.
+        """
+        vector = (
+            []
+            if self._strategy.learner == "world"
+            else self._strategy.truth(self.state, self._replica)
+        )
         settle = self._strategy.learner == "node" and self._strategy.scope(self.state) == "rank"
         return self._comm.average(
             Offer(vector=vector, buffers=self._replica.pack_buffers(), form="mean", settle=settle)
@@ -293,7 +347,9 @@ class CollectiveEngine:
         self._replica.assign_buffers(mean.buffers)
 
     def _equalise(self) -> None:
-        """Ranks that were away while their replica stepped take over everything from the one that made most steps."""
+        """Ranks that were away while their replica stepped take over everything from the one
+        that made most steps.
+        """
         scopes: list[Scope] = ["rank", "node", "world"]
         standings = self._comm.census(scopes.index(self._comm.missed), self.state["step"])
         widest = scopes[int(max(missed for missed, _ in standings))]
@@ -301,7 +357,11 @@ class CollectiveEngine:
             return
         if self._flight is not None:
             self.fold()
-        mates = range(len(standings)) if widest == "world" else self._comm.topology.mates(self._comm.rank)
+        mates = (
+            range(len(standings))
+            if widest == "world"
+            else self._comm.topology.mates(self._comm.rank)
+        )
         if any(standings[rank][0] for rank in mates):
             leader = max(mates, key=lambda rank: (standings[rank][1], -rank))
             mine = self._whole_state()
@@ -313,22 +373,35 @@ class CollectiveEngine:
     def _average_optimizers(self) -> None:
         moments = self._learner.state_tensors()
         size = sum(moment.numel() for moment in moments)
-        rows, units = self._comm.census(len(moments), size), self._comm.topology
-        lanes = [units.lane(k) for k in range(units.lanes)] if self._replica.sharded else [range(units.world)]
+        rows = self._comm.census(len(moments), size)
+        units = self._comm.topology
+        lanes = (
+            [units.lane(k) for k in range(units.lanes)]
+            if self._replica.sharded
+            else [range(units.world)]
+        )
         if any(rows[rank] != rows[lane[0]] for lane in lanes for rank in lane) or rows[0][0] == 0:
             return  # replicas that use different parameters hold different moments: they stay local
         multiple = self._world.topology.multiple
-        wide = torch.float64 if any(moment.dtype == torch.float64 for moment in moments) else torch.float32
+        wide = (
+            torch.float64
+            if any(moment.dtype == torch.float64 for moment in moments)
+            else torch.float32
+        )
         flat = torch.cat([moment.detach().reshape(-1).to("cpu", wide) for moment in moments])
         vector = [torch.nn.functional.pad(flat, (0, -size % multiple))]
         self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean"))
-        for moment, mean in zip(moments, vector[0][:size].split([m.numel() for m in moments]), strict=True):
+        for moment, mean in zip(
+            moments, vector[0][:size].split([m.numel() for m in moments]), strict=True
+        ):
             moment.copy_(mean.view(moment.shape))
 
     def _whole_state(self) -> dict[str, Any]:
         return {
             "vector": self._replica.snapshot(keep=False),
-            "optimizers": [localise(optimizer.state_dict()) for optimizer in self._learner.optimizers],
+            "optimizers": [
+                localise(optimizer.state_dict()) for optimizer in self._learner.optimizers
+            ],
             "state": {key: value for key, value in self.state.items() if key != "outer"},
         }
 
@@ -336,11 +409,14 @@ class CollectiveEngine:
         self._replica.assign(whole["vector"])
         for optimizer, state in zip(self._learner.optimizers, whole["optimizers"], strict=True):
             load_localised(optimizer, state)
-        self._learner.state = {**self.state, **whole["state"]}  # an outer optimizer has missed no exchange
+        # an outer optimizer has missed no exchange
+        self._learner.state = {**self.state, **whole["state"]}
         self._comm.step = self.state["step"]
 
     def _widest(self, scope: Scope) -> Scope:
-        """A scope in which this rank is alone needs no communication, nor one that something else looks after."""
+        """A scope in which this rank is alone needs no communication, nor one that something
+        else looks after.
+        """
         alone = len(self._comm.topology.mates(self._comm.rank)) == 1
         if scope == "node" and (alone or self._learner.inside != "plain"):
             return "rank"
@@ -348,14 +424,22 @@ class CollectiveEngine:
 
 
 def align(learner: Learner, comm: Comm) -> None:
-    """All replicas start from rank 0's parameters and buffers, frozen ones included; shards from those of its node."""
+    """All replicas start from rank 0's parameters and buffers, frozen ones included; shards from
+    those of its node.
+    """
     reshard(sharding_modules(learner.model))
     params = list(learner.model.parameters())
-    whole = [*(p for p in params if not is_dtensor(p)), *learner.replica.floating, *learner.replica.counting]
+    whole = [
+        *(p for p in params if not is_dtensor(p)),
+        *learner.replica.floating,
+        *learner.replica.counting,
+    ]
     shards = [local(param) for param in params if is_dtensor(param)]
     if shards:
         head = comm.topology.mates(comm.rank)[0]
-        _take_over(whole, comm.broadcast_state({"tensors": whole}, root=head, scope="node")["tensors"])
+        _take_over(
+            whole, comm.broadcast_state({"tensors": whole}, root=head, scope="node")["tensors"]
+        )
     mine = [*whole, *shards]
     _take_over(mine, comm.broadcast_state({"tensors": mine}, root=0)["tensors"])
 

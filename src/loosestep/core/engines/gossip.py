@@ -49,22 +49,40 @@ class GossipEngine:
     averager: GradientAverager | None = None
 
     def __init__(
-        self, learner: Learner, strategy: ADPSGD, *, world: World, neighbours: int, key: str | None, encrypt: bool
+        self,
+        learner: Learner,
+        strategy: ADPSGD,
+        *,
+        world: World,
+        neighbours: int,
+        key: str | None,
+        encrypt: bool,
     ) -> None:
-        self._learner, self._strategy, self._world, self.trace = learner, strategy, world, learner.trace
+        self._learner = learner
+        self._strategy = strategy
+        self._world = world
+        self.trace = learner.trace
         self._sharding = sharding_modules(learner.model)
-        self._size = sum(tensor.numel() for tensor in (*learner.replica.params, *self._statistics()))
+        self._size = sum(
+            tensor.numel() for tensor in (*learner.replica.params, *self._statistics())
+        )
         self._begun: list[tuple[int, int, Pending]] = []
-        cores = len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
+        cores = (
+            len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
+        )
         if not learner.replica.staging.remote:
             cores = min(1.0, cores)  # the others compute
         self._pace = Pace(strategy.rate, share=strategy.cpu_share, cores=cores)
         self._fold_share = FOLDING * strategy.cpu_share * cores
         if learner.replica.staging.remote and not isinstance(learner.tape, Recorder):
-            # As often as the relay can where there are statistics, which drift apart faster than parameters.
+            # As often as the relay can where there are statistics, which drift apart faster than
+            # parameters.
             self._fold_share = 1.0 if learner.replica.floating else RELAYING
         self._mailbox: Box | None = None
-        self._members, self._gone, self._parts, self._ending = self._lane(), set[int](), 1, False
+        self._members = self._lane()
+        self._gone = set[int]()
+        self._parts = 1
+        self._ending = False
         self._slow: set[int] = set()  # peers that the user has been told about
         self._graph = strategy.graph(len(self._members))
         if self._graph.note() and world.rank == 0:
@@ -72,7 +90,7 @@ class GossipEngine:
         self._open_mailbox(key, encrypt)
         self._opened = self.trace.clock()
 
-    # Who I am ---------------------------------------------------------------------------------------------------------
+    # Who I am -------------------------------------------------------------------------------------
 
     def _open_mailbox(self, key: str | None, encrypt: bool) -> None:
         """Every rank is a learner: all of the model in one mailbox."""
@@ -131,16 +149,21 @@ class GossipEngine:
 
     def _tensors(self) -> Vector:
         reshard(self._sharding)
-        return [*(local(p).data for p in self._learner.replica.params), *map(local, self._statistics())]
+        return [
+            *(local(p).data for p in self._learner.replica.params),
+            *map(local, self._statistics()),
+        ]
 
-    # The strategy's side (`Gossiping`) --------------------------------------------------------------------------------
+    # The strategy's side (`Gossiping`) ------------------------------------------------------------
 
     def fold(self) -> None:
         """y <- y + u; x <- y"""
         self._land(lambda box, tensors: box.boundary(tensors, within=self._strategy.max_staleness))
 
     def _publish(self) -> None:
-        """The same before an exchange, where this step's fold was put off: the peer is to meet what is, not what was."""
+        """The same before an exchange, where this step's fold was put off: the peer is to meet
+        what is, not what was.
+        """
         self._land(lambda box, tensors: box.publish(tensors))
 
     def _land(self, way: Way) -> None:
@@ -168,7 +191,9 @@ class GossipEngine:
         """How many exchanges to begin now."""
         if self._mailbox is None:
             return 0
-        return self._learner.tape.number(self._pace.due(self.trace.clock(), self._mailbox.cpu_seconds()))
+        return self._learner.tape.number(
+            self._pace.due(self.trace.clock(), self._mailbox.cpu_seconds())
+        )
 
     def exchange(self, round_number: int) -> None:
         """Begin to average with the partner of this round; never waits."""
@@ -178,7 +203,12 @@ class GossipEngine:
             return
         peer, weight = partner
         self._publish()
-        self.trace.emit("start", exchange=round_number, step=self._learner.state["step"], peer=self._members[peer])
+        self.trace.emit(
+            "start",
+            exchange=round_number,
+            step=self._learner.state["step"],
+            peer=self._members[peer],
+        )
         pending = self._mailbox.exchange(self._members[peer], weight)
         if self._strategy.max_staleness is not None:
             self._begun.append((self._learner.state["step"], self._members[peer], pending))
@@ -186,7 +216,11 @@ class GossipEngine:
     def mix(self, round_number: int) -> None:
         """One round of exactly the mixing matrix, from exactly the values of this step."""
         self._land(completely)
-        row = self._graph.round(self._me, round_number, self._alive()) if self._mailbox is not None else {}
+        row = (
+            self._graph.round(self._me, round_number, self._alive())
+            if self._mailbox is not None
+            else {}
+        )
         start = self.trace.clock()
         if row and self._mailbox is not None:
             self.trace.emit("start", exchange=round_number, step=self._learner.state["step"])
@@ -196,10 +230,13 @@ class GossipEngine:
         self._land(lambda box, tensors: box.settle(tensors))
 
     def wait_for(self, age: int) -> None:
-        """Wait for own exchanges that were begun `age` or more steps ago, as long as their peer is there."""
+        """Wait for own exchanges that were begun `age` or more steps ago, as long as their peer
+        is there.
+        """
         if self._mailbox is None:
             return
-        start, step = self.trace.clock(), self._learner.state["step"]
+        start = self.trace.clock()
+        step = self._learner.state["step"]
         for begun, peer, pending in self._begun:
             while step - begun >= age and peer in self._mailbox.alive() and not pending.wait(0.05):
                 if self.trace.clock() - start > self._world.deadline:
@@ -207,7 +244,7 @@ class GossipEngine:
         self._begun = [exchange for exchange in self._begun if not exchange[-1].done()]
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="staleness")
 
-    # The run's side (`Engine`) ----------------------------------------------------------------------------------------
+    # The run's side (`Engine`) --------------------------------------------------------------------
 
     def boundary(self) -> None:
         """An optimizer step was made."""
@@ -226,7 +263,8 @@ class GossipEngine:
     def finish(self) -> None:
         """Answer until every live learner is done, then hold the same parameters as all of them."""
         assert self._mailbox is not None
-        start, self._ending = self.trace.clock(), True
+        start = self.trace.clock()
+        self._ending = True
         self._require_sound(self._tensors())
         self._mailbox.finish(self._tensors())
         self._floor_at_zero()
@@ -251,7 +289,11 @@ class GossipEngine:
     def global_steps(self) -> int:
         """Gradients of all learners, as last heard from each."""
         if self._mailbox is None:
-            return self._last[1] if self._last else int(self._learner.state["step"]) * self._world.topology.world
+            return (
+                self._last[1]
+                if self._last
+                else int(self._learner.state["step"]) * self._world.topology.world
+            )
         return self._mailbox.global_steps
 
     def stats(self) -> dict[str, Any]:
@@ -259,7 +301,8 @@ class GossipEngine:
         mailbox = self._mailbox
         if mailbox is None:
             return self._last[0] if self._last else {}
-        counters, seconds = mailbox.counters, self.trace.clock() - self._opened
+        counters = mailbox.counters
+        seconds = self.trace.clock() - self._opened
         return {
             "exchanges": counters["exchanges"],
             "exchanges_per_second": counters["exchanges"] / seconds if seconds > 0 else 0.0,
@@ -281,7 +324,9 @@ class GossipEngine:
 
     def _between_nodes(self, sent: int) -> int:
         """How many of these bytes went to other nodes, if all peers got as much."""
-        strangers = [rank for rank in self._members if self._world.topology.node_of(rank) != self._node]
+        strangers = [
+            rank for rank in self._members if self._world.topology.node_of(rank) != self._node
+        ]
         return sent * len(strangers) // max(1, len(self._members) - 1)
 
     def advice(self) -> str | None:
@@ -293,18 +338,22 @@ class GossipEngine:
         return {}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """The progress counter goes on, from parameters that are in the shadow before anybody asks for them."""
+        """The progress counter goes on, from parameters that are in the shadow before anybody
+        asks for them.
+        """
         if self._mailbox is not None:
             self._mailbox.steps = self._learner.state["step"]
         if not self._ending:
             self._land(lambda box, tensors: box.settle(tensors))
 
-    # Inside -----------------------------------------------------------------------------------------------------------
+    # Inside ---------------------------------------------------------------------------------------
 
     def _alive(self) -> set[int]:
         assert self._mailbox is not None
         alive = self._mailbox.alive()
-        return {index for index, rank in enumerate(self._members) if rank in alive or index == self._me}
+        return {
+            index for index, rank in enumerate(self._members) if rank in alive or index == self._me
+        }
 
     def _floors(self) -> Vector:
         """A tenth of every variance."""
@@ -312,7 +361,9 @@ class GossipEngine:
         return list(torch._foreach_mul(variances, 0.1)) if variances else []
 
     def _keep_positive(self, floors: Vector) -> None:
-        """Variances stay positive: a late delta may pull one below zero, which becomes its floor."""
+        """Variances stay positive: a late delta may pull one below zero, which becomes its
+        floor.
+        """
         if variances := self._learner.replica.variances:
             below = torch._foreach_clamp_max(variances, 0.0)
             torch._foreach_sub_(variances, below)
@@ -327,21 +378,29 @@ class GossipEngine:
         """A learner whose parameters are spoilt leaves before the others average theirs."""
         if not all(bool(tensor.isfinite().all()) for tensor in tensors):
             raise CommError(
-                f"the parameters of rank {self._world.rank} contain NaN or Inf at step {self._learner.state['step']}: they are not part of the "
-                "result, and the other ranks end without this one. Lower the learning rate or clip gradients"
+                f"the parameters of rank {self._world.rank} contain NaN or Inf at step "
+                f"{self._learner.state['step']}: they are not part of the result, and the other "
+                "ranks end without this one. Lower the learning rate or clip gradients"
             )
 
     def _event(self, kind: str, **fields: Any) -> None:
-        """Called by the mailbox, from either thread: log it, and tell the user once what concerns him."""
+        """Called by the mailbox, from either thread: log it, and tell the user once what
+        concerns him.
+        """
         if kind == "traffic":
             self._log_traffic(**fields)
             return
         self.trace.emit(kind, **fields)
         if kind == "peer_dead":
-            log.warning("rank %s is gone (%s); the others go on without it", fields.get("peer"), fields.get("why"))
+            log.warning(
+                "rank %s is gone (%s); the others go on without it",
+                fields.get("peer"),
+                fields.get("why"),
+            )
         if kind == "peer_left" and not fields["finished"]:
             log.warning(
-                "rank %s has left before the end; the others go on, and its model is not part of their result",
+                "rank %s has left before the end; the others go on, and its model is not part of "
+                "their result",
                 fields["peer"],
             )
         if kind in ("peer_dead", "peer_left") and not self._ending:
@@ -351,7 +410,9 @@ class GossipEngine:
                 return
             self._slow.add(fields["peer"])
         if kind in ("peer_no_progress", "frame_refused", "mailbox_failed"):
-            log.warning("%s: %s", kind.replace("_", " "), ", ".join(f"{k}={v}" for k, v in fields.items()))
+            log.warning(
+                "%s: %s", kind.replace("_", " "), ", ".join(f"{k}={v}" for k, v in fields.items())
+            )
 
     def _log_traffic(self, *, sent: int, distance: float) -> None:
         if sent:
@@ -361,12 +422,15 @@ class GossipEngine:
     def _check_graph(self, gone: int) -> None:
         """Say so when learners are left that no longer hear of each other."""
         self._gone.add(gone)
-        parts = self._graph.parts({index for index, rank in enumerate(self._members) if rank not in self._gone})
+        parts = self._graph.parts(
+            {index for index, rank in enumerate(self._members) if rank not in self._gone}
+        )
         if len(parts) > self._parts:
             named = [[self._members[index] for index in part] for part in parts]
             self.trace.emit("graph_apart", parts=named)
             log.warning(
-                "without rank %s the graph has fallen apart: the ranks %s average among themselves only, until the end of the run",
+                "without rank %s the graph has fallen apart: the ranks %s average among "
+                "themselves only, until the end of the run",
                 gone,
                 " and ".join(map(str, named)),
             )

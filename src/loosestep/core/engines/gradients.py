@@ -1,14 +1,16 @@
 """Averaging gradients during backward, complete when `backward()` returns.
 
-Parameters are put into buckets in reverse order, roughly the order in which backward produces gradients. A bucket is
-sent when its last gradient is there, always in the same order; an end-of-backward callback sends the rest (parameters
-that this backward did not use count as zeros), waits, and writes the means back. Each bucket carries one flag per
-parameter, so that a parameter unused on every rank keeps `grad=None`.
+Parameters are put into buckets in reverse order, roughly the order in which backward produces
+gradients. A bucket is sent when its last gradient is there, always in the same order; an
+end-of-backward callback sends the rest (parameters that this backward did not use count as zeros),
+waits, and writes the means back. Each bucket carries one flag per parameter, so that a parameter
+unused on every rank keeps `grad=None`.
 
-On an accelerator a bucket is packed there by the compute stream, travels through pinned memory on side streams and is
-unpacked there again. A host that averages has to wait for the last bucket at the end of backward: that wait is the one
-that averaging over the host costs. Where the ranks of a node have a GPU each it stays there instead: it is summed on a
-side stream, for which the compute stream waits, and the host only learns who used what.
+On an accelerator a bucket is packed there by the compute stream, travels through pinned memory on
+side streams and is unpacked there again. A host that averages has to wait for the last bucket at
+the end of backward: that wait is the one that averaging over the host costs. Where the ranks of a
+node have a GPU each it stays there instead: it is summed on a side stream, for which the compute
+stream waits, and the host only learns who used what.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from loosestep.core.pending import Pending, nothing
 from loosestep.core.replica.shards import local
 from loosestep.core.replica.staging import Staging
 
-LEAST, MOST = 1 << 18, 25 << 20  # bytes in a bucket
+# bytes in a bucket
+LEAST = 1 << 18
+MOST = 25 << 20
 
 
 @dataclass
@@ -53,7 +57,9 @@ class Plain:
 
 
 class Bucket:
-    """Some parameters of one dtype: their gradients side by side, then one flag each, then padding."""
+    """Some parameters of one dtype: their gradients side by side, then one flag each, then
+    padding.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter], multiple: int, staging: Staging) -> None:
         self.params = list(params)
@@ -63,8 +69,10 @@ class Bucket:
         self.missing = set(map(id, self.params))  # which have no gradient of this backward yet
         self.sent: Pending[None] | None = None
         self.done = 1.0  # the share of a backward that has produced this bucket and those before it
-        self.checksum: float | None = None  # of the gradients before they are averaged; None: not wanted
-        self.flags = Plain(torch.zeros(len(params) + -len(params) % multiple))  # those of a bucket that stays
+        # of the gradients before they are averaged; None: not wanted
+        self.checksum: float | None = None
+        # those of a bucket that stays
+        self.flags = Plain(torch.zeros(len(params) + -len(params) % multiple))
         self.staging = staging
         self._stays = False
         self._left: torch.cuda.Event | None = None  # when it was packed to stay
@@ -85,13 +93,21 @@ class Bucket:
         views: list[torch.Tensor] | None = self._views.get(flat)
         if views is None:
             *pieces, flags, _ = flat.split([*self.sizes, len(self.params), self.padding])
-            views = [*(piece.view(local(param).shape) for piece, param in zip(pieces, self.params, strict=True)), flags]
+            views = [
+                *(
+                    piece.view(local(param).shape)
+                    for piece, param in zip(pieces, self.params, strict=True)
+                ),
+                flags,
+            ]
             self._views[flat] = views
         return views
 
     @torch.no_grad()
     def leave(self, *, stay: bool = False) -> None:
-        """Called where backward runs: gradients on an accelerator start their way to the host, or `stay` there."""
+        """Called where backward runs: gradients on an accelerator start their way to the host,
+        or `stay` there.
+        """
         self._stays = stay
         if not (stay or self.staging.remote):
             return
@@ -108,7 +124,9 @@ class Bucket:
 
     @contextmanager
     def aside(self) -> Iterator[torch.Tensor]:
-        """What stayed, for a communication thread to average; the first few times it waits there for the checksum."""
+        """What stayed, for a communication thread to average; the first few times it waits there
+        for the checksum.
+        """
         assert self._near is not None
         with torch.no_grad(), self.staging.aside(self._left):
             if self.checksum is not None:
@@ -119,11 +137,15 @@ class Bucket:
         """Which parameters have a gradient."""
         gradients = [param.grad for param in self.params]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            raise RuntimeError("sparse gradients cannot be averaged; build the embedding with sparse=False")
+            raise RuntimeError(
+                "sparse gradients cannot be averaged; build the embedding with sparse=False"
+            )
         self._used = [gradient is not None for gradient in gradients]
 
     def _dense(self) -> list[torch.Tensor]:
-        return [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
+        return [
+            torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params
+        ]
 
     @torch.no_grad()
     def pack(self, into: torch.Tensor) -> None:
@@ -144,7 +166,9 @@ class Bucket:
 
     @torch.no_grad()
     def unpack(self, parts: Sequence[torch.Tensor], divisor: int) -> None:
-        """Means out: the sum of the parts, in order, over the divisor. Unused everywhere: `grad` stays None."""
+        """Means out: the sum of the parts, in order, over the divisor. Unused everywhere: `grad`
+        stays None.
+        """
         rows = [self.views(part) for part in parts]
         self._used = [any(flags) for flags in zip(*(row[-1].tolist() for row in rows), strict=True)]
         if self.staging.remote:
@@ -153,13 +177,17 @@ class Bucket:
             _mean([part[:size] for part in parts], divisor, out=self.flat[:size])
             self.staging.push([(self.flat[:size], self._near[:size])])
             return
-        for used, param, *views in zip(self._used, self.params, *(row[:-1] for row in rows), strict=True):
+        for used, param, *views in zip(
+            self._used, self.params, *(row[:-1] for row in rows), strict=True
+        ):
             if used:
                 _mean(views, divisor, out=_gradient(param))
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Called where backward runs, at the end: the compute stream takes what came back to the accelerator, or stayed."""
+        """Called where backward runs, at the end: the compute stream takes what came back to the
+        accelerator, or stayed.
+        """
         if self._stays:
             self._used = (self.flags.flat[: len(self.params)] > 0).tolist()
         elif not self.staging.remote:
@@ -168,7 +196,9 @@ class Bucket:
         self.staging.receive()
         used = [index for index, flag in enumerate(self._used) if flag]
         views = self.views(self._near)
-        torch._foreach_copy_([_gradient(self.params[index]) for index in used], [views[index] for index in used])
+        torch._foreach_copy_(
+            [_gradient(self.params[index]) for index in used], [views[index] for index in used]
+        )
         self.staging.used()
 
 
@@ -191,7 +221,8 @@ class Blank:
     """What a rank that is away adds to a bucket: nothing."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self._bucket, self._dtype = bucket, bucket.params[0].dtype
+        self._bucket = bucket
+        self._dtype = bucket.params[0].dtype
         self.flags = Plain(torch.zeros_like(bucket.flags.flat))
 
     @cached_property
@@ -214,9 +245,11 @@ class Blank:
 
 
 class GradientAverager:
-    """Hooks on the parameters of a model; `scope()` says, at the start of each backward, over whom to average.
+    """Hooks on the parameters of a model; `scope()` says, at the start of each backward, over whom
+    to average.
 
-    `late`: something else averages inside the node during backward, so everything is sent at the end, after it.
+    `late`: something else averages inside the node during backward, so everything is sent at the
+    end, after it.
     """
 
     def __init__(
@@ -230,17 +263,24 @@ class GradientAverager:
         worked: Callable[[float], None],
         late: bool = False,
     ) -> None:
-        self._comm, self._scope, self._late = comm, scope, late
-        self._waited, self._worked = waited, worked
+        self._comm = comm
+        self._scope = scope
+        self._late = late
+        self._waited = waited
+        self._worked = worked
         self._buckets = make_buckets(params, multiple)
         self._home = {id(param): bucket for bucket in self._buckets for param in bucket.params}
         self._paused = 0
         self._open: Scope | None = None
         self._rounds = 0
         self.backwards = 0  # since the last step; the engine counts from there
-        self._buckets[0].checksum = 0.0  # of the first rounds, to notice ranks that see the same data
-        ready, self._at_end = torch.compiler.disable(self._ready), torch.compiler.disable(self._end)
-        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in params]
+        # of the first rounds, to notice ranks that see the same data
+        self._buckets[0].checksum = 0.0
+        ready = torch.compiler.disable(self._ready)
+        self._at_end = torch.compiler.disable(self._end)
+        self._handles: list[RemovableHandle] = [
+            p.register_post_accumulate_grad_hook(ready) for p in params
+        ]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -271,8 +311,8 @@ class GradientAverager:
         bucket = self._home[id(param)]
         if bucket.sent is not None:
             raise RuntimeError(
-                "a gradient arrived twice in one backward, after it was averaged: checkpoint with use_reentrant=False, or wrap "
-                "all but the last backward in run.no_sync()"
+                "a gradient arrived twice in one backward, after it was averaged: checkpoint with "
+                "use_reentrant=False, or wrap all but the last backward in run.no_sync()"
             )
         bucket.missing.discard(id(param))
         if not bucket.missing:
@@ -289,7 +329,9 @@ class GradientAverager:
             self._comm.open_round(self._open, self._buckets[0].checksum or 0.0)
 
     def _send_complete(self) -> None:
-        """In order, what backward has produced; the last bucket waits for its end, where nothing hides it."""
+        """In order, what backward has produced; the last bucket waits for its end, where nothing
+        hides it.
+        """
         for bucket in self._buckets[:-1]:
             if bucket.missing:
                 return
@@ -307,7 +349,8 @@ class GradientAverager:
         bucket.leave(stay=self._comm.stays(self._open))
 
     def _end(self) -> None:
-        scope, start = self._open, self._comm.now()
+        scope = self._open
+        start = self._comm.now()
         try:
             if scope is None or scope == "rank":
                 return
@@ -336,7 +379,9 @@ class GradientAverager:
 def make_buckets(params: Sequence[nn.Parameter], multiple: int) -> list[Bucket]:
     """Last parameters first, one dtype per bucket."""
     sizes = [p.numel() * p.element_size() for p in params]
-    buckets, done, staging = [], 0, Staging(local(params[0]).device)
+    buckets = []
+    done = 0
+    staging = Staging(local(params[0]).device)
     for indices in fill_buckets(sizes, [p.dtype for p in params]):
         bucket = Bucket([params[index] for index in indices], multiple, staging)
         done += sum(sizes[index] for index in indices)
@@ -346,17 +391,20 @@ def make_buckets(params: Sequence[nn.Parameter], multiple: int) -> list[Bucket]:
 
 
 def fill_buckets(sizes: Sequence[int], kinds: Sequence[object]) -> list[list[int]]:
-    """Indices of parameters of so many bytes, last ones first, one kind per bucket. Each takes half of what is left: few
-    buckets, and the last one, which nothing hides any more, is small."""
+    """Indices of parameters of so many bytes, last ones first, one kind per bucket. Each takes half
+    of what is left: few buckets, and the last one, which nothing hides any more, is small.
+    """
     buckets: list[list[int]] = []
     group: list[int] = []
-    left, size = sum(sizes), 0
+    left = sum(sizes)
+    size = 0
     for index in reversed(range(len(sizes))):
         limit = min(max(left // 2, LEAST), MOST)
         if group and (kinds[index] != kinds[group[0]] or size >= limit):
             buckets.append(group)
             left -= size
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(index)
         size += sizes[index]
     return [*buckets, group]

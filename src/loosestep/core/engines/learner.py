@@ -1,4 +1,6 @@
-"""What a run and its engine share: the model, what trains it, where the strategy is, what was observed."""
+"""What a run and its engine share: the model, what trains it, where the strategy is, what was
+observed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Losses:
     def take(self) -> tuple[torch.Tensor | float, int]:
         """The sum and the count since the last call."""
         taken = (self.sum, self.count)
-        self.sum, self.count = 0.0, 0
+        self.sum = 0.0
+        self.count = 0
         return taken
 
 
@@ -60,7 +63,9 @@ class Learner:
         self.state = each_tensor(self.state, torch.Tensor.cpu)
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Every floating tensor of the optimizers' state, as far as this rank holds it, in a fixed order."""
+        """Every floating tensor of the optimizers' state, as far as this rank holds it, in a
+        fixed order.
+        """
         return [
             local(value)
             for optimizer in self.optimizers

@@ -10,8 +10,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 
 def momentum(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """The momentum of SGD, Adam or AdamW, made now where the optimizer has none yet. Asked for anew at every use:
-    `load_state_dict` replaces it."""
+    """The momentum of SGD, Adam or AdamW, made now where the optimizer has none yet. Asked for anew
+    at every use: `load_state_dict` replaces it.
+    """
     return [
         _momentum_of(param, optimizer.state[param], group, adam=isinstance(optimizer, Adam | AdamW))
         for optimizer in optimizers
@@ -26,13 +27,15 @@ def _checked(optimizer: Optimizer) -> list[dict[str, Any]]:
         plain = isinstance(optimizer, SGD) and group["momentum"] and not group["dampening"]
         if not plain and not isinstance(optimizer, Adam | AdamW):
             raise ValueError(
-                "average_momentum needs SGD with momentum and without dampening, Adam or AdamW; got "
-                f"{type(optimizer).__name__}"
+                "average_momentum needs SGD with momentum and without dampening, Adam or AdamW; "
+                f"got {type(optimizer).__name__}"
             )
     return optimizer.param_groups
 
 
-def _momentum_of(param: torch.Tensor, state: dict[str, Any], group: dict[str, Any], *, adam: bool) -> torch.Tensor:
+def _momentum_of(
+    param: torch.Tensor, state: dict[str, Any], group: dict[str, Any], *, adam: bool
+) -> torch.Tensor:
     name = "exp_avg" if adam else "momentum_buffer"
     if adam and not state:  # what the first step of Adam makes
         on_device = group["capturable"] or group["fused"]

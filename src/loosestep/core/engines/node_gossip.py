@@ -1,8 +1,10 @@
-"""The gossip engine of nodes: the ranks of a node average gradients among themselves and are one learner.
+"""The gossip engine of nodes: the ranks of a node average gradients among themselves and are one
+learner.
 
-Local rank k owns shard k of the model and gossips about it with local rank k of the other nodes; the shards are gathered
-inside the node at the step boundary. Of a model that is sharded already each rank gossips about what it holds, and nothing
-is gathered. A rank of another node that dies costs its own edges only; a rank of the same node ends its node.
+Local rank k owns shard k of the model and gossips about it with local rank k of the other nodes;
+the shards are gathered inside the node at the step boundary. Of a model that is sharded already
+each rank gossips about what it holds, and nothing is gathered. A rank of another node that dies
+costs its own edges only; a rank of the same node ends its node.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from loosestep.record.recorder import NoTape
 
 @dataclass(frozen=True)
 class Crossed:
-    """A crossing that is complete: what it did, the gradient count that local rank 0 had heard, processor time."""
+    """A crossing that is complete: what it did, the gradient count that local rank 0 had heard,
+    processor time.
+    """
 
     fold: Fold
     heard: int
@@ -40,7 +44,9 @@ class Crossed:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A boundary on its way through the host: the step and the parameters that it is of, which become what they lack."""
+    """A boundary on its way through the host: the step and the parameters that it is of, which
+    become what they lack.
+    """
 
     step: int
     begun: float
@@ -52,9 +58,12 @@ class NodeGossipEngine(GossipEngine):
     """The ranks of a node are one learner: synchronous inside, gossip outside, shard by shard."""
 
     def _open_mailbox(self, key: str | None, encrypt: bool) -> None:
-        world, sharded = self._world, self._learner.replica.sharded
+        world = self._world
+        sharded = self._learner.replica.sharded
         units = world.topology if sharded else world.topology.flat()
-        self._me, self._shard, self._lanes = self._node, world.topology.local_index(world.rank), world.topology.lanes
+        self._me = self._node
+        self._shard = world.topology.local_index(world.rank)
+        self._lanes = world.topology.lanes
         self._divide(sharded)
         size = sum(extra.numel() for extra in self._extras)
         wide = reduce(torch.promote_types, (extra.dtype for extra in self._extras), torch.float32)
@@ -72,12 +81,19 @@ class NodeGossipEngine(GossipEngine):
         return list(topology.lane(min(topology.local_index(self._world.rank), topology.lanes - 1)))
 
     def _meet_mates(self) -> None:
-        """The ranks of this node, which average gradients and share what each has gossiped about."""
+        """The ranks of this node, which average gradients and share what each has gossiped
+        about.
+        """
         self._inner = self._world.inside_node()
         self._comm = Collective(
-            self._inner, self._inner.topology, trace=self.trace, averages_gradients=True, lanes=self._lanes
+            self._inner,
+            self._inner.topology,
+            trace=self.trace,
+            averages_gradients=True,
+            lanes=self._lanes,
         )
-        self._comm.member, self._comm.agrees = self, self._is_back
+        self._comm.member = self
+        self._comm.agrees = self._is_back
         if self._mates > 1 and self._learner.inside == "plain":
             self.averager = GradientAverager(
                 self._learner.replica.params,
@@ -97,35 +113,49 @@ class NodeGossipEngine(GossipEngine):
         return is_dtensor(tensor) and pieces(tensor) == self._mates
 
     def _divide(self, sharded: bool) -> None:
-        """What this rank alone holds (`_owned`) and what all ranks of the node hold, which is split among them."""
+        """What this rank alone holds (`_owned`) and what all ranks of the node hold, which is
+        split among them.
+        """
         self._common = self._learner.replica
         if sharded:
             model = self._learner.model
-            self._common = Replica(model, multiple=self._lanes, keep=lambda param: not self._is_owned(param))
+            self._common = Replica(
+                model, multiple=self._lanes, keep=lambda param: not self._is_owned(param)
+            )
         self._splits = not self._owned or bool(self._common.params or self._extras)
         self._holds = any(local(tensor).numel() for tensor in self._owned)
 
     @property
     def _owned(self) -> Vector:
-        return [tensor for tensor in (*self._learner.replica.params, *self._statistics()) if self._is_owned(tensor)]
+        return [
+            tensor
+            for tensor in (*self._learner.replica.params, *self._statistics())
+            if self._is_owned(tensor)
+        ]
 
     @property
     def _extras(self) -> Vector:
         return [local(extra) for extra in self._statistics() if not self._is_owned(extra)]
 
     def _vector(self) -> Vector:
-        """What all ranks of the node hold, as flat vectors, statistics and momentum last; in the memory kept for it."""
+        """What all ranks of the node hold, as flat vectors, statistics and momentum last; in the
+        memory kept for it.
+        """
         self._take_in()
         return [*self._common.snapshot(), self._pack_extras(self._extra)]
 
     def _pack_extras(self, into: torch.Tensor) -> torch.Tensor:
         if extras := self._extras:
-            packed = torch.cat([extra.detach().reshape(-1).to("cpu", into.dtype) for extra in extras])
+            packed = torch.cat(
+                [extra.detach().reshape(-1).to("cpu", into.dtype) for extra in extras]
+            )
             into[: packed.numel()] = packed
         return into
 
     def _shared_vector(self) -> Vector:
-        """The same with the mean of the statistics of this node's ranks, which see different data."""
+        """The same with the mean of the statistics of this node's ranks, which see different
+        data.
+        """
         vector = self._vector()
         self._average_statistics()
         return vector
@@ -136,24 +166,41 @@ class NodeGossipEngine(GossipEngine):
             self._comm.average(Offer(vector=[], buffers=self._extra[:size], form="mean"))
 
     def _pieces(self, vector: Vector) -> Vector:
-        """What this rank gossips about: its shards, where they are, and its pieces of the vector. Shards alone are on one
-        device, and cross their boundary without making it wait; where all of them are empty it still has to be heard."""
+        """What this rank gossips about: its shards, where they are, and its pieces of the vector.
+        Shards alone are on one device, and cross their boundary without making it wait; where all
+        of them are empty it still has to be heard.
+        """
         reshard(self._sharding)
         split = vector if self._splits or not self._holds else []
-        return [*map(local, self._owned), *(flat.view(self._lanes, -1)[self._shard] for flat in split)]
+        return [
+            *map(local, self._owned),
+            *(flat.view(self._lanes, -1)[self._shard] for flat in split),
+        ]
 
     def _share(self, vector: Vector) -> int:
-        """Every rank's pieces of the vector, on every rank of the node; and the gradient count that local rank 0 has heard,
-        in the place of a loss, so that all ranks of the node go by the same."""
-        landed = self._comm.average(Offer(vector=vector, buffers=torch.empty(0), form="mean", losses=self._count()))
+        """Every rank's pieces of the vector, on every rank of the node; and the gradient count that
+        local rank 0 has heard, in the place of a loss, so that all ranks of the node go by the
+        same.
+        """
+        landed = self._comm.average(
+            Offer(vector=vector, buffers=torch.empty(0), form="mean", losses=self._count())
+        )
         return int(landed.loss_sum)
 
     def _count(self) -> tuple[float, int]:
-        """The gradient count that this rank has heard, if it is the one whose count its node goes by; and how many they are."""
-        return (self._mailbox.global_steps, 1) if self._mailbox is not None and self._shard == 0 else (0.0, 0)
+        """The gradient count that this rank has heard, if it is the one whose count its node
+        goes by; and how many they are.
+        """
+        return (
+            (self._mailbox.global_steps, 1)
+            if self._mailbox is not None and self._shard == 0
+            else (0.0, 0)
+        )
 
     def _hear_count(self) -> None:
-        """The same count where nothing else is shared at a boundary: in the background, so it is of the boundary before."""
+        """The same count where nothing else is shared at a boundary: in the background, so it is
+        of the boundary before.
+        """
         if self._counting is not None:
             count, shared = self._counting
             shared.wait()
@@ -174,7 +221,9 @@ class NodeGossipEngine(GossipEngine):
         write(self._extras, vector[-1])
 
     def fold(self) -> None:
-        """y <- y + u; x <- y for the own shard, then all shards of the node: shared at every step, so folded at every step."""
+        """y <- y + u; x <- y for the own shard, then all shards of the node: shared at every
+        step, so folded at every step.
+        """
         if not self._splits:
             super().fold()
         elif self._defers:
@@ -183,18 +232,22 @@ class NodeGossipEngine(GossipEngine):
             self._comm.invite()
             self._land(completely)
 
-    # The same where the parameters are on an accelerator: in passing, so that the compute thread never waits. Now and then,
-    # at a boundary that all ranks of the node agree on,
+    # The same where the parameters are on an accelerator: in passing, so that the compute thread
+    # never waits. Now and then, at a boundary that all ranks of the node agree on,
     #
     #     compute thread:         x <- x + d;  begin to copy x to the host
     #     communication thread:   y <- y + u for the own shard;  d <- y - x;  all shards of d
     #
-    # They agree by what they tell each other anyway at the beginning of a round of gradients: who is back.
+    # They agree by what they tell each other anyway at the beginning of a round of gradients: who
+    # is back.
 
     @cached_property
     def _defers(self) -> bool:
-        """Not where somebody wants each step's values at that step, and not for what is held elsewhere or rounded."""
-        strategy, replica = self._strategy, self._learner.replica
+        """Not where somebody wants each step's values at that step, and not for what is held
+        elsewhere or rounded.
+        """
+        strategy = self._strategy
+        replica = self._learner.replica
         return (
             replica.staging.remote
             and isinstance(self._learner.tape, NoTape)
@@ -215,7 +268,8 @@ class NodeGossipEngine(GossipEngine):
     def _all_are_back(self) -> bool:
         if self._mates == 1:
             return self._is_back()
-        agreed, self._comm.all_agree = self._comm.all_agree, False
+        agreed = self._comm.all_agree
+        self._comm.all_agree = False
         return agreed
 
     def _fold_in_passing(self) -> None:
@@ -237,33 +291,42 @@ class NodeGossipEngine(GossipEngine):
             self._tell_count()
 
     def _send_off(self) -> None:
-        snapshot, step = self._common.stage(), int(self._learner.state["step"])
+        snapshot = self._common.stage()
+        step = int(self._learner.state["step"])
         self._crossing = Crossing(
             step, time.monotonic(), snapshot, self._comm.submit(lambda: self._pass(snapshot, step))
         )
 
     def _pass(self, snapshot: Snapshot, step: int) -> Crossed:
-        """On the communication thread: the boundary of the snapshot, which becomes what it lacks."""
+        """On the communication thread: the boundary of the snapshot, which becomes what it
+        lacks.
+        """
         begun = time.thread_time()
         snapshot.ready()
         self._comm.invite()
         size = snapshot.buffers.numel()
         self._extra[:size] = snapshot.buffers
         self._average_statistics()
-        mean, fold, vector = self._extra[:size].clone(), Fold(), [*snapshot.vector, self._extra]
+        mean = self._extra[:size].clone()
+        fold = Fold()
+        vector = [*snapshot.vector, self._extra]
         if self._mailbox is not None:
             assert isinstance(self._mailbox, Mailbox)
-            fold = self._mailbox.lift([flat.view(self._lanes, -1)[self._shard] for flat in vector], step=step)
+            fold = self._mailbox.lift(
+                [flat.view(self._lanes, -1)[self._shard] for flat in vector], step=step
+            )
         heard = self._share(vector)
         snapshot.buffers.neg_().add_(mean).add_(self._extra[:size])
         return Crossed(fold, heard, time.thread_time() - begun)
 
     def _take_in(self) -> None:
         """x <- x + d of the last crossing."""
-        crossing, self._crossing = self._crossing, None
+        crossing = self._crossing
+        self._crossing = None
         if crossing is None:
             return
-        crossed, floors = crossing.sent.wait(), self._floors()
+        crossed = crossing.sent.wait()
+        floors = self._floors()
         self._common.fold(crossing.snapshot.vector)
         self._common.fold_buffers(crossing.snapshot.buffers)
         self._keep_positive(floors)
@@ -283,11 +346,13 @@ class NodeGossipEngine(GossipEngine):
         super().mix(round_number)
 
     def _land(self, way: Way) -> None:
-        vector, floors = self._shared_vector(), self._floors()
+        vector = self._shared_vector()
+        floors = self._floors()
         if not self._splits:
             self._cross(self._pieces(vector), way)
             return
-        if len(self._comm.present) < self._mates:  # somebody did not make this step: its shard comes from one who did
+        # somebody did not make this step: its shard comes from one who did
+        if len(self._comm.present) < self._mates:
             leader = self._comm.present[0]
             vector = self._comm.broadcast_state({"vector": vector}, root=leader)["vector"]
         if self._mailbox is not None:
@@ -321,7 +386,10 @@ class NodeGossipEngine(GossipEngine):
         return self._swap_in()
 
     def _swap_in(self) -> Callable[[], None]:
-        stash = [*self._common.snapshot(keep=False), self._pack_extras(torch.zeros_like(self._extra))]
+        stash = [
+            *self._common.snapshot(keep=False),
+            self._pack_extras(torch.zeros_like(self._extra)),
+        ]
         held = [local(tensor).clone() for tensor in self._owned]
         mean = [flat.clone() for flat in stash]
         if self._mailbox is not None:
@@ -356,7 +424,9 @@ class NodeGossipEngine(GossipEngine):
     def _take_the_newest(self) -> None:
         steps = [int(step) for (step,) in self._comm.census(self._learner.state["step"])]
         if len(set(steps)) > 1:
-            newest = self._comm.broadcast_state({"vector": self._vector()}, root=steps.index(max(steps)))
+            newest = self._comm.broadcast_state(
+                {"vector": self._vector()}, root=steps.index(max(steps))
+            )
             self._adopt(newest["vector"])
 
     def _end(self) -> None:
@@ -380,10 +450,16 @@ class NodeGossipEngine(GossipEngine):
 
     def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of what the node's ranks average in the background."""
-        return self.averager.blank_parcels() if self.averager is not None else [Plain(self._blank_count())]
+        return (
+            self.averager.blank_parcels()
+            if self.averager is not None
+            else [Plain(self._blank_count())]
+        )
 
     def global_steps(self) -> int:
-        """A step of a node is a gradient of each of its ranks. As the node's ranks have shared it."""
+        """A step of a node is a gradient of each of its ranks. As the node's ranks have shared
+        it.
+        """
         return self._heard
 
     _heard = 0

@@ -1,7 +1,9 @@
-"""Who averages gradients inside a node: loosestep, torch's DistributedDataParallel, or whatever shards the model.
+"""Who averages gradients inside a node: loosestep, torch's DistributedDataParallel, or whatever
+shards the model.
 
-A model that is wrapped or sharded over exactly the ranks of its node is taken as it is, and loosestep only connects the
-nodes. One that is wrapped over anything else is refused: it would tie the nodes together on every step.
+A model that is wrapped or sharded over exactly the ranks of its node is taken as it is, and
+loosestep only connects the nodes. One that is wrapped over anything else is refused: it would tie
+the nodes together on every step.
 """
 
 from __future__ import annotations
@@ -19,23 +21,30 @@ from loosestep.core.replica.shards import is_dtensor, mesh_ranks, pieces, shardi
 from loosestep.strategies import Strategy
 from loosestep.topology import Topology
 
-Inside = Literal["plain", "ddp", "shards"]  # nobody but us, DDP over the node, DTensors over the node
+# nobody but us, DDP over the node, DTensors over the node
+Inside = Literal["plain", "ddp", "shards"]
 
 
 def look_inside(model: nn.Module, mates: Sequence[int]) -> Inside:
-    """What the ranks of this node, `mates`, do among themselves; raises for what cannot be connected."""
+    """What the ranks of this node, `mates`, do among themselves; raises for what cannot be
+    connected.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules()):
+    if fsdp is not None and any(
+        isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules()
+    ):
         raise ValueError(
-            "the model is wrapped in FullyShardedDataParallel, whose flat parameters cannot be exchanged; shard it with "
-            "torch.distributed.fsdp.fully_shard(model, mesh=loosestep.node_mesh())"
+            "the model is wrapped in FullyShardedDataParallel, whose flat parameters cannot be "
+            "exchanged; shard it with torch.distributed.fsdp.fully_shard(model, "
+            "mesh=loosestep.node_mesh())"
         )
     wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     spread = {name: param for name, param in model.named_parameters() if is_dtensor(param)}
     if wrappers and spread:
         raise ValueError(
-            f"the model has both DistributedDataParallel and DTensor parameters ({next(iter(spread))}); use one mesh of "
-            "two axes inside the node with fully_shard instead"
+            "the model has both DistributedDataParallel and DTensor parameters "
+            f"({next(iter(spread))}); use one mesh of two axes inside the node with fully_shard "
+            "instead"
         )
     if wrappers:
         _check_ddp(model, wrappers, mates)
@@ -53,22 +62,26 @@ def check_fit(inside: Inside, strategy: Strategy, topology: Topology, mates: Seq
     how = "wrapped in DistributedDataParallel" if inside == "ddp" else "sharded"
     if strategy.learner == "rank":
         raise ValueError(
-            f"the model is {how} over the ranks of its node, so a node is one learner, but {strategy} takes every rank for one; "
-            "use replica='node', or DASO"
+            f"the model is {how} over the ranks of its node, so a node is one learner, but "
+            f"{strategy} takes every rank for one; use replica='node', or DASO"
         )
     if getattr(strategy, "local_period", 1) > 1:
         raise ValueError(
-            f"the model is {how} over the ranks of its node, which step together; local_period must be 1, got {strategy}"
+            f"the model is {how} over the ranks of its node, which step together; local_period "
+            f"must be 1, got {strategy}"
         )
     if inside == "shards" and len(set(topology.weights)) > 1:
         raise ValueError(
-            f"the model is sharded inside nodes of {', '.join(map(str, topology.weights))} ranks, so the shards of one node do not "
-            "fit those of another; start the same number of ranks on every node"
+            f"the model is sharded inside nodes of {', '.join(map(str, topology.weights))} ranks, "
+            "so the shards of one node do not fit those of another; start the same number of "
+            "ranks on every node"
         )
 
 
 def averages_gradients(inside: Inside, strategy: Strategy, topology: Topology) -> bool:
-    """Whether loosestep has to average gradients in backward: inside nodes if nobody else does, or across nodes."""
+    """Whether loosestep has to average gradients in backward: inside nodes if nobody else does,
+    or across nodes.
+    """
     if inside == "plain":
         return strategy.averages_gradients and topology.world > 1
     return strategy.spans_world and len(topology.nodes) > 1
@@ -79,8 +92,9 @@ def check_gossip(model: nn.Module, mates: Sequence[int]) -> None:
     for name, param in model.named_parameters():
         if is_dtensor(param) and 1 < pieces(param) < len(mates):
             raise ValueError(
-                f"parameter {name} is sharded over a part of the node and copied over the rest; gossip would let the copies "
-                "drift apart. Shard it over all ranks of the node, or use DASO"
+                f"parameter {name} is sharded over a part of the node and copied over the rest; "
+                "gossip would let the copies drift apart. Shard it over all ranks of the node, "
+                "or use DASO"
             )
 
 
@@ -97,21 +111,30 @@ def hold_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _check_ddp(model: nn.Module, wrappers: Sequence[DistributedDataParallel], mates: Sequence[int]) -> None:
+def _check_ddp(
+    model: nn.Module, wrappers: Sequence[DistributedDataParallel], mates: Sequence[int]
+) -> None:
     for wrapper in wrappers:
         group = sorted(dist.get_process_group_ranks(wrapper.process_group))
         if group != list(mates):
             raise ValueError(
-                f"the model is wrapped in DistributedDataParallel over ranks {_some(group)}, which averages gradients among all of them on "
-                f"every step; the ranks of this node are {_some(mates)}. Attach the plain module (loosestep averages inside the node "
-                f"itself), or give DistributedDataParallel the node's group: process_group=loosestep.node_mesh().get_group(){_hints()}"
+                f"the model is wrapped in DistributedDataParallel over ranks {_some(group)}, "
+                "which averages gradients among all of them on every step; the ranks of this "
+                f"node are {_some(mates)}. Attach the plain module (loosestep averages inside the "
+                "node itself), or give DistributedDataParallel the node's group: "
+                f"process_group=loosestep.node_mesh().get_group(){_hints()}"
             )
-    covered = {id(p) for w in wrappers for name, p in w.module.named_parameters() if name not in w.parameters_to_ignore}
+    covered = {
+        id(p)
+        for w in wrappers
+        for name, p in w.module.named_parameters()
+        if name not in w.parameters_to_ignore
+    }
     for name, param in model.named_parameters():
         if param.requires_grad and id(param) not in covered:
             raise ValueError(
-                f"parameter {name} trains outside of DistributedDataParallel, so nobody would average its gradients inside the node; "
-                "wrap the whole model, or nothing of it"
+                f"parameter {name} trains outside of DistributedDataParallel, so nobody would "
+                "average its gradients inside the node; wrap the whole model, or nothing of it"
             )
 
 
@@ -120,35 +143,42 @@ def _check_shards(model: nn.Module, spread: dict[str, nn.Parameter], mates: Sequ
         ranks = mesh_ranks(param)
         if not set(ranks) <= set(mates):
             raise ValueError(
-                f"parameter {name} is a DTensor over ranks {_some(ranks)}, which are not all on this node ({_some(mates)}), so every step "
-                "would wait for other nodes; shard it over the node: mesh=loosestep.node_mesh(), or the inner axes of a mesh "
-                "whose first axis is the nodes"
+                f"parameter {name} is a DTensor over ranks {_some(ranks)}, which are not all on "
+                f"this node ({_some(mates)}), so every step would wait for other nodes; shard it "
+                "over the node: mesh=loosestep.node_mesh(), or the inner axes of a mesh whose "
+                "first axis is the nodes"
             )
     name, widest = max(spread.items(), key=lambda item: len(mesh_ranks(item[1])))
-    if mesh_ranks(widest) != list(mates):  # one axis of a mesh may be smaller, the whole mesh may not
+    # one axis of a mesh may be smaller, the whole mesh may not
+    if mesh_ranks(widest) != list(mates):
         raise ValueError(
-            f"no parameter is a DTensor over all ranks of the node ({_some(mates)}), {name} is over ranks {_some(mesh_ranks(widest))}, and "
-            "nobody averages between them; use a mesh of all ranks of the node, or pass topology= with the ranks of one mesh "
-            "as one node"
+            f"no parameter is a DTensor over all ranks of the node ({_some(mates)}), {name} is "
+            f"over ranks {_some(mesh_ranks(widest))}, and nobody averages between them; use a "
+            "mesh of all ranks of the node, or pass topology= with the ranks of one mesh as one "
+            "node"
         )
     covered = {id(param) for part in sharding_modules(model) for param in part.parameters()}
     for name, param in model.named_parameters():
         averaged = name in spread and (id(param) in covered or mesh_ranks(param) == list(mates))
         if covered and param.requires_grad and not averaged:
             raise ValueError(
-                f"parameter {name} trains outside of fully_shard, so nobody would average its gradients inside the node; call "
-                "fully_shard on the whole model too"
+                f"parameter {name} trains outside of fully_shard, so nobody would average its "
+                "gradients inside the node; call fully_shard on the whole model too"
             )
     for name, buffer in model.named_buffers():
         if is_dtensor(buffer) and pieces(buffer) > 1:
-            raise ValueError(f"buffer {name} is sharded, which cannot be averaged; keep buffers whole on every rank")
+            raise ValueError(
+                f"buffer {name} is sharded, which cannot be averaged; keep buffers whole on every "
+                "rank"
+            )
 
 
 def _hints() -> str:
     """How to keep the trainers that are loaded from wrapping the model."""
     known = {
         "lightning": "Lightning: Trainer(strategy=loosestep.integrations.lightning.LoosestepStrategy(...))",
-        "accelerate": "Accelerate: accelerator.prepare_model(model, evaluation_mode=True) places the model without wrapping it",
+        "accelerate": "Accelerate: accelerator.prepare_model(model, evaluation_mode=True) places the model "
+        "without wrapping it",
     }
     return "".join(f". {hint}" for library, hint in known.items() if library in sys.modules)
 

@@ -6,10 +6,11 @@
     HOLDS     whoever has the average says so; the others read it from any holder
     leave     when every present rank holds it
 
-Views are promises, as in Paxos: who has answered the collection of a view takes no result that was asked for under an
-older one. A coordinator that finds a holder among the ranks it collects from takes that result instead of making
-another. So two different averages never exist among the living: either a rank completed its copy before it answered
-the new coordinator, who then learns of it, or it answered first, and the old copy is refused.
+Views are promises, as in Paxos: who has answered the collection of a view takes no result that was
+asked for under an older one. A coordinator that finds a holder among the ranks it collects from
+takes that result instead of making another. So two different averages never exist among the living:
+either a rank completed its copy before it answered the new coordinator, who then learns of it, or
+it answered first, and the old copy is refused.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ _RANKS = 1 << 20  # views of different coordinators differ: view = round * 2^20 
 
 
 class Ending:
-    """One rank's part in the end of the run. `advance()` after every event; pure apart from the shadow it reads."""
+    """One rank's part in the end of the run. `advance()` after every event; pure apart from the
+    shadow it reads.
+    """
 
     def __init__(self, rank: int, shadow: Shadow, members: Members, *, retry: float) -> None:
-        self._rank, self._shadow, self._members, self._retry = rank, shadow, members, retry
+        self._rank = rank
+        self._shadow = shadow
+        self._members = members
+        self._retry = retry
         self.promised = 0
         self.highest = 0  # the highest view anybody is known to have promised
         self.done = self.drained = self.holds = self.complete = False
@@ -49,7 +55,9 @@ class Ending:
         return said | (Flags.HOLDS if self.holds else Flags.NONE)
 
     def advance(self, *, pending: int) -> bool:
-        """Go as far as what is known allows; True when this rank's flags changed and should be told."""
+        """Go as far as what is known allows; True when this rank's flags changed and should be
+        told.
+        """
         before = self.flags()
         present = self._members.present()
         if self.done and not pending:
@@ -64,10 +72,13 @@ class Ending:
         holders = {rank for rank in present if self._members.peers[rank].flags & Flags.HOLDS}
         if holders:
             self._read_from(min(holders))
-        elif self._rank < min(present, default=self._rank + 1) and self._members.all_flag(present, Flags.DRAINED):
+        elif self._rank < min(present, default=self._rank + 1) and self._members.all_flag(
+            present, Flags.DRAINED
+        ):
             self._collect(present)
         if self.fetch is not None and self.fetch.done:
-            self.fetch, self.holds = None, True
+            self.fetch = None
+            self.holds = True
             self._shadow.note(pack(Record.HOLD))
 
     def _read_from(self, holder: int) -> None:
@@ -75,13 +86,20 @@ class Ending:
             self._start(Topic.RESULT, {holder}, self._keep)
 
     def _fetching(self, topic: Topic) -> bool:
-        return self.fetch is not None and (self.fetch.topic, self.fetch.tag) == (topic, self.promised)
+        return self.fetch is not None and (self.fetch.topic, self.fetch.tag) == (
+            topic,
+            self.promised,
+        )
 
     def fetch_ranks(self) -> set[int]:
         return self.fetch.ranks if self.fetch is not None else set()
 
     def _collect(self, present: set[int]) -> None:
-        if self._fetching(Topic.FINAL) and self.fetch_ranks() == present and self.promised >= self.highest:
+        if (
+            self._fetching(Topic.FINAL)
+            and self.fetch_ranks() == present
+            and self.promised >= self.highest
+        ):
             return
         self.highest = max(self.highest, self.promised)
         self.promised = self.highest = (self.highest // _RANKS + 1) * _RANKS + self._rank
@@ -90,7 +108,9 @@ class Ending:
     def _start(self, topic: Topic, ranks: set[int], use: Callable[[int, Answers], None]) -> None:
         if self.result is None:
             self.result = np.empty(self._shadow.size, dtype=self._shadow.dtype)
-        self.fetch = Fetch(topic, self.promised, ranks, chunks=self._shadow.chunks, use=use, retry=self._retry)
+        self.fetch = Fetch(
+            topic, self.promised, ranks, chunks=self._shadow.chunks, use=use, retry=self._retry
+        )
 
     def _keep(self, chunk: int, values: Answers) -> None:
         ((holder, value),) = values.items()
@@ -104,13 +124,21 @@ class Ending:
         average(self._shadow, chunk, {**values, self._rank: mine}, self.result)
 
     def answer(self, topic: int, view: int, chunk: int, note: bytes = b"") -> Array | None:
-        """The value to send for an ASK; None when there is none to give. `note`: written down if the shadow is read."""
+        """The value to send for an ASK; None when there is none to give. `note`: written down if
+        the shadow is read.
+        """
         if topic == Topic.RESULT:
-            return self._shadow.slice(chunk, self.result) if self.holds and self.result is not None else None
+            return (
+                self._shadow.slice(chunk, self.result)
+                if self.holds and self.result is not None
+                else None
+            )
         if view < self.promised or not self.drained:
             return None
         if view > self.promised:
-            self.promised, self.fetch = view, None  # what was asked for under an older view is refused from here on
+            # what was asked for under an older view is refused from here on
+            self.promised = view
+            self.fetch = None
         return self._shadow.read(chunk, note).value
 
 

@@ -1,7 +1,7 @@
 """The exchange protocol of one edge, without sockets, clocks or threads.
 
-Both ends of an exchange must use the same pair of values, or the mean of the replicas moves. There is one sequence per
-unordered pair of ranks and chunk, no roles and no lock across ranks:
+Both ends of an exchange must use the same pair of values, or the mean of the replicas moves. There
+is one sequence per unordered pair of ranks and chunk, no roles and no lock across ranks:
 
     begin       q = ++seen;  a = y;  pend[q] = a;  send REQUEST(q, a)
     on (q, v)   puna = max(puna, una of the message)
@@ -13,9 +13,10 @@ unordered pair of ranks and chunk, no roles and no lock across ranks:
     forget cache below puna;  after a pair with nothing pending send ACK(una)
     timeout     send pend again: same q, same bytes
 
-`una` is the lowest q this end has not finished, and rides on every message; `puna` is the peer's. The cache is cut by
-`puna` alone: cutting it by a window loses the mean. Crossing requests may carry different weights: both ends take the
-smaller one. Any message may be lost, late or doubled; the sum of both shadows moves only by rounding.
+`una` is the lowest q this end has not finished, and rides on every message; `puna` is the peer's.
+The cache is cut by `puna` alone: cutting it by a window loses the mean. Crossing requests may carry
+different weights: both ends take the smaller one. Any message may be lost, late or doubled; the sum
+of both shadows moves only by rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ Array = NDArray[Any]
 
 @dataclass(slots=True)
 class Moved:
-    """What an exchange did to one end: the sum of its delta, and the mean square of the difference it came from."""
+    """What an exchange did to one end: the sum of its delta, and the mean square of the
+    difference it came from.
+    """
 
     total: float
     square: float
@@ -51,7 +54,14 @@ class Vector(Protocol):
 
     def read(self, chunk: int, note: bytes = b"") -> Any: ...
     def move(
-        self, chunk: int, weight: float, *, mine: Array, theirs: Array, snapshot: int, note: bytes = b""
+        self,
+        chunk: int,
+        weight: float,
+        *,
+        mine: Array,
+        theirs: Array,
+        snapshot: int,
+        note: bytes = b"",
     ) -> Moved: ...
     def give(self, buffer: Any) -> None: ...
 
@@ -80,9 +90,11 @@ class Pair:
 
 @dataclass(slots=True)
 class Doubt:
-    """What is unknown about a dead peer. Unconfirmed: applied here, perhaps not there; `moved` is the sum of these deltas.
-    Unanswered: begun here, perhaps applied there. How far is not known here, for the values they met died with the peer:
-    `estimate` of the norm, judging from earlier differences."""
+    """What is unknown about a dead peer. Unconfirmed: applied here, perhaps not there; `moved` is
+    the sum of these deltas. Unanswered: begun here, perhaps applied there. How far is not known
+    here, for the values they met died with the peer: `estimate` of the norm, judging from earlier
+    differences.
+    """
 
     unanswered: list[tuple[int, int]] = field(default_factory=list)
     unconfirmed: list[tuple[int, int]] = field(default_factory=list)
@@ -103,10 +115,13 @@ class _Chunk:
 
 
 class Edge:
-    """This end of the edge to one peer. At most `window` pairs are pending and twice as many cached."""
+    """This end of the edge to one peer. At most `window` pairs are pending and twice as many
+    cached.
+    """
 
     def __init__(self, shadow: Vector, window: int, *, peer: int = 0) -> None:
-        self.window, self._peer = window, peer
+        self.window = window
+        self._peer = peer
         self.pending = 0
         self.cached = 0
         self.square = 0.0  # running mean square difference to the peer
@@ -118,8 +133,9 @@ class Edge:
         return self._chunks.setdefault(chunk, _Chunk())
 
     def begin(self, chunk: int, weight: float) -> Message | None:
-        """The request that starts an exchange of a chunk; a PING when the peer must first say what it has finished; None
-        while this chunk is pending or the window is full."""
+        """The request that starts an exchange of a chunk; a PING when the peer must first say what
+        it has finished; None while this chunk is pending or the window is full.
+        """
         state = self._at(chunk)
         if state.pend or self.pending >= self.window:
             return None
@@ -146,7 +162,9 @@ class Edge:
 
     def unanswered(self) -> list[Message]:
         """The pending requests, to be sent again as they were."""
-        return [self._request(chunk, q) for chunk, state in self._chunks.items() for q in state.pend]
+        return [
+            self._request(chunk, q) for chunk, state in self._chunks.items() for q in state.pend
+        ]
 
     def finished(self, chunk: int) -> bool:
         return not self._at(chunk).pend
@@ -166,7 +184,8 @@ class Edge:
         return answers
 
     def _pair(self, state: _Chunk, message: Message) -> list[Message]:
-        chunk, q = message.chunk, message.q
+        chunk = message.chunk
+        q = message.q
         if q in state.pend:
             self._apply(state, message, state.pend[q])
             del state.pend[q]
@@ -180,7 +199,9 @@ class Edge:
             return []
         if self.cached >= 2 * self.window:
             return [self._ping()]  # the peer repeats its request
-        self._apply(state, message, Pair(self._take(chunk, q), message.weight, self._shadow.published))
+        self._apply(
+            state, message, Pair(self._take(chunk, q), message.weight, self._shadow.published)
+        )
         state.seen = max(state.seen, q)
         return [self._reply(state, chunk, q)]
 
@@ -189,7 +210,8 @@ class Edge:
         return Message(Kind.REPLY, chunk, q, state.una, pair.weight, pair.buffer)
 
     def _apply(self, state: _Chunk, message: Message, pair: Pair) -> None:
-        # The cache keeps the weight that was used: a repeated request is answered with exactly this pair.
+        # The cache keeps the weight that was used: a repeated request is answered with exactly this
+        # pair.
         pair.weight = min(pair.weight, message.weight)
         moved = self._shadow.move(
             message.chunk,

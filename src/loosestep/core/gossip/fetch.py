@@ -1,8 +1,9 @@
 """Reading a vector from peers, chunk by chunk, as often as it takes.
 
-One mechanism serves the consensus (the shadows as they are), the end of a run (the drained shadows, then the agreed
-average) and lockstep rounds (the vectors a round started from): ASK a chunk of a topic, get its VALUE, ask again when
-nothing came. At most `window` chunks are asked for at a time, so memory is bounded.
+One mechanism serves the consensus (the shadows as they are), the end of a run (the drained shadows,
+then the agreed average) and lockstep rounds (the vectors a round started from): ASK a chunk of a
+topic, get its VALUE, ask again when nothing came. At most `window` chunks are asked for at a time,
+so memory is bounded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Answers(dict[int, Array]):
 
 
 class Fetch:
-    """Collects every chunk of (topic, tag) from `ranks`; `use(chunk, {rank: value})` runs once per complete chunk."""
+    """Collects every chunk of (topic, tag) from `ranks`; `use(chunk, {rank: value})` runs once
+    per complete chunk.
+    """
 
     def __init__(
         self,
@@ -39,8 +42,12 @@ class Fetch:
         window: int = 2,
         retry: float = 1.0,
     ) -> None:
-        self.topic, self.tag, self.ranks = topic, tag, set(ranks)
-        self._use, self._window, self._retry = use, window, retry
+        self.topic = topic
+        self.tag = tag
+        self.ranks = set(ranks)
+        self._use = use
+        self._window = window
+        self._retry = retry
         self._waiting = list(range(chunks - 1, -1, -1))
         self._open: dict[int, Answers] = {}
         self._asked: dict[tuple[int, int], float] = {}
@@ -53,12 +60,16 @@ class Fetch:
     def _advance(self) -> None:
         """Use the chunks that are complete, in any order, and open new ones."""
         while True:
-            complete = [chunk for chunk, values in self._open.items() if self.ranks <= values.keys()]
+            complete = [
+                chunk for chunk, values in self._open.items() if self.ranks <= values.keys()
+            ]
             for chunk in complete:
                 self._use(chunk, self._open.pop(chunk))
             while self._waiting and len(self._open) < self._window:
                 self._open[self._waiting.pop()] = Answers()
-            if not self._open or not any(self.ranks <= values.keys() for values in self._open.values()):
+            if not self._open or not any(
+                self.ranks <= values.keys() for values in self._open.values()
+            ):
                 return
 
     def asks(self, now: float) -> list[tuple[int, int]]:
@@ -74,10 +85,16 @@ class Fetch:
 
     def next_ask(self) -> float | None:
         """When asks() has something again, if no value comes before."""
-        missing = [(rank, chunk) for chunk, values in self._open.items() for rank in self.ranks - values.keys()]
+        missing = [
+            (rank, chunk)
+            for chunk, values in self._open.items()
+            for rank in self.ranks - values.keys()
+        ]
         return min((self._asked.get(key, 0.0) + self._retry for key in missing), default=None)
 
-    def receive(self, rank: int, topic: int, tag: int, chunk: int, value: Array, *, serial: int = 0) -> None:
+    def receive(
+        self, rank: int, topic: int, tag: int, chunk: int, value: Array, *, serial: int = 0
+    ) -> None:
         if (topic, tag) != (self.topic, self.tag) or rank not in self.ranks:
             return
         values = self._open.get(chunk)

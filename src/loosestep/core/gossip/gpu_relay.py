@@ -1,16 +1,19 @@
-"""The step boundary for parameters on an accelerator, in two halves, so that the compute thread never waits.
+"""The step boundary for parameters on an accelerator, in two halves, so that the compute thread
+never waits.
 
     compute thread, at a step boundary:   d <- delta;  delta <- 0;  x <- x + d      (x and d on the device, in stream order)
     own thread:                           base <- base + d;  fetch x;  base <- x
 
-`d` belongs to the parameters from the first half on and to the shadow all the time: y = base + d + delta until it is in the
-base. When x has arrived the base is replaced, so the shadow moves by exactly the update u = x - (base + d). What has landed
-before a boundary is in the parameters after it, as on a CPU; what is new are the parameters, which arrive a little later.
-Exchanges wait for that (`when_published`), and a boundary that finds the second half of the last one under way (the host
-runs ahead of the device by some steps) leaves everything to the next one.
+`d` belongs to the parameters from the first half on and to the shadow all the time: y = base + d +
+delta until it is in the base. When x has arrived the base is replaced, so the shadow moves by
+exactly the update u = x - (base + d). What has landed before a boundary is in the parameters after
+it, as on a CPU; what is new are the parameters, which arrive a little later. Exchanges wait for
+that (`when_published`), and a boundary that finds the second half of the last one under way (the
+host runs ahead of the device by some steps) leaves everything to the next one.
 
-Memory: one copy of the parameters on the device, three pinned on the host that take turns at being base, delta and the
-one that travels. Parameters of lower precision than the shadow keep what rounding cut off in `remainder`, on the device.
+Memory: one copy of the parameters on the device, three pinned on the host that take turns at being
+base, delta and the one that travels. Parameters of lower precision than the shadow keep what
+rounding cut off in `remainder`, on the device.
 """
 
 from __future__ import annotations
@@ -31,10 +34,13 @@ if TYPE_CHECKING:
 
 
 class Relay:
-    """Carries parameters to a shadow and what has landed there back. Called by the compute thread."""
+    """Carries parameters to a shadow and what has landed there back. Called by the compute
+    thread.
+    """
 
     def __init__(self, shadow: Shadow, params: Sequence[torch.Tensor]) -> None:
-        self._shadow, self._staging = shadow, Staging(params[0].device)
+        self._shadow = shadow
+        self._staging = Staging(params[0].device)
         self._dtype = torch.float64 if shadow.dtype.itemsize == 8 else torch.float32
         self._near = self._staging.near(shadow.size, self._dtype)
         self._views = _cut(self._near, params)
@@ -67,13 +73,16 @@ class Relay:
         frozen, spans, landed = self._shadow.freeze()
         host = torch.from_numpy(frozen)
         self._add(params, host, spans)
-        passed, step = self._staging.mark(), self._shadow.steps
+        passed = self._staging.mark()
+        step = self._shadow.steps
         self._thread = self._thread or Stream("fold")
         self._half = self._thread.submit(lambda: self._publish(host, passed, step))
         return landed.fold(step, seconds=self._seconds)
 
     def settle(self, params: Sequence[torch.Tensor]) -> Fold:
-        """Both halves, waiting: what has landed is in the parameters, and they are in the shadow."""
+        """Both halves, waiting: what has landed is in the parameters, and they are in the
+        shadow.
+        """
         fold = self.boundary(params)
         self._finish()
         return fold
@@ -90,7 +99,8 @@ class Relay:
             self._thread.close(timeout=10.0)
 
     def _finish(self) -> None:
-        half, self._half = self._half, None
+        half = self._half
+        self._half = None
         if half is not None:
             half.wait()
 
@@ -102,8 +112,12 @@ class Relay:
         self._seconds = time.thread_time() - begun
 
     @torch.no_grad()
-    def _add(self, params: Sequence[torch.Tensor], host: torch.Tensor, spans: Sequence[slice]) -> None:
-        """x <- x + d, and a copy of x (before rounding) into `near`; d is what `host` holds in these spans."""
+    def _add(
+        self, params: Sequence[torch.Tensor], host: torch.Tensor, spans: Sequence[slice]
+    ) -> None:
+        """x <- x + d, and a copy of x (before rounding) into `near`; d is what `host` holds in
+        these spans.
+        """
         whole = len(spans) == 1 and spans[0].stop - spans[0].start == len(host)
         if not whole and (spans or self._remainder is not None):
             self._near.zero_()

@@ -1,7 +1,9 @@
-"""The communication thread of a mailbox: it alone owns the sockets, the edges and what is known about the peers.
+"""The communication thread of a mailbox: it alone owns the sockets, the edges and what is known
+about the peers.
 
-It sleeps until a frame, a command or a timer comes, answers whoever asks, and never waits for the compute thread except
-for the shadow's lock, which is held for one chunk at a time. It never touches the parameters.
+It sleeps until a frame, a command or a timer comes, answers whoever asks, and never waits for the
+compute thread except for the shadow's lock, which is held for one chunk at a time. It never touches
+the parameters.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ _WITH_VALUE = (Kind.REQUEST, Kind.REPLY, Kind.VALUE)
 
 
 class Courier:
-    """See the module. `commands` are functions to run in its thread; everything public is called there only."""
+    """See the module. `commands` are functions to run in its thread; everything public is called
+    there only.
+    """
 
     def __init__(
         self,
@@ -60,8 +64,13 @@ class Courier:
         lose: Callable[[Header], bool] | None = None,
     ) -> None:
         now = time.monotonic()
-        self.rank, self.shadow, self.wire, self.transport = rank, shadow, wire, transport
-        self.members = Members(peers, now=now, suspend=timing.suspend, deadline=timing.deadline, emit=emit)
+        self.rank = rank
+        self.shadow = shadow
+        self.wire = wire
+        self.transport = transport
+        self.members = Members(
+            peers, now=now, suspend=timing.suspend, deadline=timing.deadline, emit=emit
+        )
         self.links = {peer: Link(Edge(shadow, window, peer=peer)) for peer in peers}
         self.ending = Ending(rank, shadow, self.members, retry=timing.retry)
         self.counters: Counter[str] = Counter()
@@ -70,9 +79,14 @@ class Courier:
         self.fetches: dict[Fetch, Pending] = {}
         self.ended = Pending()
         self.failure: BaseException | None = None
-        self.progress, self.stepped, self.cpu_seconds = 0, now, 0.0
+        self.progress = 0
+        self.stepped = now
+        self.cpu_seconds = 0.0
         self.stopping = False
-        self._timing, self._emit, self._lose, self._per_step = timing, emit, lose, gradients
+        self._timing = timing
+        self._emit = emit
+        self._lose = lose
+        self._per_step = gradients
         self._rounds: dict[int, Array] = {}
         self._parked: dict[int, set[tuple[int, int]]] = {}
         self.evicted_by: set[int] = set()
@@ -120,20 +134,32 @@ class Courier:
         for peer in news.again:
             self._again(peer, time.monotonic())
         for _ in range(news.strangers):
-            self._reject("handshake", -1, "a connection that does not speak the protocol, or has no key")
+            self._reject(
+                "handshake", -1, "a connection that does not speak the protocol, or has no key"
+            )
         for _ in range(news.hung_up):
             known = KNOCKS * len(self.links)
-            self._reject("hang-up", -1, f"more than {known} connections that closed without a word", told_after=known)
+            self._reject(
+                "hang-up",
+                -1,
+                f"more than {known} connections that closed without a word",
+                told_after=known,
+            )
         self._tick(time.monotonic())
         self.cpu_seconds = time.thread_time()
 
     def _next_timer(self) -> float:
         """The next beat, question or repetition."""
         times = [time.monotonic() + self._timing.beat]
-        times += [link.sent + self._timing.beat for peer, link in self.links.items() if self._there(peer)]
-        alive = self.members.alive()  # nothing is repeated to one who is silent: it is sent again when he is heard
         times += [
-            link.moved + link.patience for peer, link in self.links.items() if link.edge.pending and peer in alive
+            link.sent + self._timing.beat for peer, link in self.links.items() if self._there(peer)
+        ]
+        # nothing is repeated to one who is silent: it is sent again when he is heard
+        alive = self.members.alive()
+        times += [
+            link.moved + link.patience
+            for peer, link in self.links.items()
+            if link.edge.pending and peer in alive
         ]
         fetches = [*self.fetches, *([self.ending.fetch] if self.ending.fetch else [])]
         times += [due for due in (fetch.next_ask() for fetch in fetches) if due is not None]
@@ -145,13 +171,18 @@ class Courier:
     def _tick(self, now: float) -> None:
         for peer in self.members.sweep(now):
             self.members.peers[peer].evicted = True
-            self._gone(peer, State.DEAD, f"silent for more than {self._timing.deadline:g} s: evicted")
+            self._gone(
+                peer, State.DEAD, f"silent for more than {self._timing.deadline:g} s: evicted"
+            )
         for peer, link in self.links.items():
             if not self._there(peer):
                 continue
             if link.transfer is not None or link.edge.pending:
                 self._pump(peer)
-                if now - link.moved >= link.patience and self.members.peers[peer].state is State.ALIVE:
+                if (
+                    now - link.moved >= link.patience
+                    and self.members.peers[peer].state is State.ALIVE
+                ):
                     self._again(peer, now)
             if now - link.sent >= self._timing.beat:
                 self._beat(peer)
@@ -189,7 +220,9 @@ class Courier:
         self._pump(peer)
 
     def finish(self) -> None:
-        """Begin nothing more. Chunks under way are completed, and only then is this rank drained."""
+        """Begin nothing more. Chunks under way are completed, and only then is this rank
+        drained.
+        """
         self.ending.done = True
         for peer, link in self.links.items():
             if link.transfer is not None:
@@ -217,15 +250,22 @@ class Courier:
             for rank in sorted(values):
                 note = pack(Record.MIX, rank, chunk, number, weights[rank])
                 self.shadow.move(
-                    chunk, weights[rank], mine=mine, theirs=values[rank], snapshot=self.shadow.steps, note=note
-                )  # fmt: skip
+                    chunk,
+                    weights[rank],
+                    mine=mine,
+                    theirs=values[rank],
+                    snapshot=self.shadow.steps,
+                    note=note,
+                )
 
         for peer, chunk in sorted(self._parked.pop(number, ())):
             self._send_value(peer, Topic.ROUND, number, chunk, self.shadow.slice(chunk, start))
         self._open(Topic.ROUND, number, weights.keys(), use, pending)
 
     def _open(self, topic: Topic, tag: int, ranks: Any, use: Any, pending: Pending) -> None:
-        fetch = Fetch(topic, tag, ranks, chunks=self.shadow.chunks, use=use, retry=self._timing.retry)
+        fetch = Fetch(
+            topic, tag, ranks, chunks=self.shadow.chunks, use=use, retry=self._timing.retry
+        )
         self.fetches[fetch] = pending
         self._settle(fetch)
         self._ask(fetch, time.monotonic())
@@ -256,19 +296,24 @@ class Courier:
             self._post(peer, message)
 
     def _again(self, peer: int, now: float) -> None:
-        """Send everything unanswered again: nothing came for a while, or the connection is new. What waits for its socket
-        has not left yet."""
+        """Send everything unanswered again: nothing came for a while, or the connection is new.
+        What waits for its socket has not left yet.
+        """
         link = self.links[peer]
         for message in link.edge.unanswered():
             if not message.value.waiting:
                 self.counters["repeated"] += 1
                 self._post(peer, message)
-        link.moved, link.patience = now, min(2 * link.patience, 8 * self._timing.retry)
+        link.moved = now
+        link.patience = min(2 * link.patience, 8 * self._timing.retry)
 
     def _exchange_frame(self, header: Header, value: Array | None) -> None:
-        peer, link = header.source, self.links[header.source]
+        peer = header.source
+        link = self.links[header.source]
         applied = link.edge.applied
-        message = Message(Kind(header.kind), header.chunk, header.tag, header.una, header.weight, value)
+        message = Message(
+            Kind(header.kind), header.chunk, header.tag, header.una, header.weight, value
+        )
         try:
             answers = link.edge.receive(message)
         except NotFiniteError as error:
@@ -278,7 +323,8 @@ class Courier:
             self._post(peer, answer)
         if link.edge.applied > applied:
             self.counters["chunks"] += 1
-            link.moved, link.patience = time.monotonic(), self._timing.retry
+            link.moved = time.monotonic()
+            link.patience = self._timing.retry
         self._advance(peer, header.chunk)
 
     def _advance(self, peer: int, chunk: int | None = None) -> None:
@@ -306,8 +352,10 @@ class Courier:
             return
         self.counters["frames_received"] += 1
         self.counters["bytes_received"] += len(frame)
-        now, peer = time.monotonic(), header.source
-        # Also from one who is gone: this process may have been stopped. After a cut each side evicts the other, and goes on.
+        now = time.monotonic()
+        peer = header.source
+        # Also from one who is gone: this process may have been stopped. After a cut each side
+        # evicts the other, and goes on.
         if header.kind == Kind.EVICTED and not self.members.peers[peer].evicted:
             self.evicted_by.add(peer)
             self._gone(peer, State.DEAD, "it has evicted this rank")
@@ -327,7 +375,9 @@ class Courier:
                 self._quarantine(peer, f"chunk {header.chunk} holds NaN or Inf")
                 return
             for fetch in [*self.fetches, *([self.ending.fetch] if self.ending.fetch else [])]:
-                fetch.receive(peer, header.topic, header.tag, header.chunk, value, serial=header.una)
+                fetch.receive(
+                    peer, header.topic, header.tag, header.chunk, value, serial=header.una
+                )
                 self._settle(fetch)
         elif header.kind == Kind.BYE:
             self._gone(peer, State.LEFT, "it left")
@@ -339,24 +389,37 @@ class Courier:
         if header.kind not in _WITH_VALUE:
             return None
         if header.dtype != DTYPE_CODES[self.shadow.dtype]:
-            raise FrameError("dtype", f"rank {header.source} sends dtype {header.dtype}, expected {self.shadow.dtype}")
+            raise FrameError(
+                "dtype",
+                f"rank {header.source} sends dtype {header.dtype}, expected {self.shadow.dtype}",
+            )
         expected = self.shadow.length(header.chunk) * self.shadow.dtype.itemsize
         if len(body) != expected:
-            raise FrameError("size", f"chunk {header.chunk} has {len(body)} bytes, expected {expected}")
+            raise FrameError(
+                "size", f"chunk {header.chunk} has {len(body)} bytes, expected {expected}"
+            )
         if header.kind != Kind.VALUE and not 0 < header.weight <= 1:
             raise FrameError("weight", f"weight {header.weight} is not between 0 and 1")
         return np.frombuffer(body, dtype=self.shadow.dtype)
 
     def _answer(self, header: Header) -> None:
-        peer, topic, tag, chunk = header.source, header.topic, header.tag, header.chunk
+        peer = header.source
+        topic = header.topic
+        tag = header.tag
+        chunk = header.chunk
         if topic == Topic.SHADOW:
             buffer = self.shadow.read(chunk, self._note_reading(chunk))
             self._send_buffer(
-                self._header(Kind.VALUE, peer, topic=topic, tag=tag, chunk=chunk, una=self._readings), buffer
+                self._header(
+                    Kind.VALUE, peer, topic=topic, tag=tag, chunk=chunk, una=self._readings
+                ),
+                buffer,
             )
         elif topic == Topic.ROUND:
             if tag in self._rounds:
-                self._send_value(peer, Topic.ROUND, tag, chunk, self.shadow.slice(chunk, self._rounds[tag]))
+                self._send_value(
+                    peer, Topic.ROUND, tag, chunk, self.shadow.slice(chunk, self._rounds[tag])
+                )
             elif tag <= max(self._rounds, default=0) + KEPT_ROUNDS:
                 self._parked.setdefault(tag, set()).add((peer, chunk))
         elif topic in (Topic.FINAL, Topic.RESULT):
@@ -365,7 +428,9 @@ class Courier:
                 self._send_value(peer, Topic(topic), tag, chunk, value, serial=self._readings)
 
     def _note_reading(self, chunk: int) -> bytes:
-        """The next reading of the shadow by somebody else: its number goes into the recording and onto the wire."""
+        """The next reading of the shadow by somebody else: its number goes into the recording
+        and onto the wire.
+        """
         self._readings += 1
         return pack(Record.READ, chunk, self._readings)
 
@@ -389,7 +454,11 @@ class Courier:
         if not self.members.remove(peer, state):
             return
         finished = bool(self.members.peers[peer].flags & Flags.HOLDS)
-        self.shadow.note(pack(Record.GONE, peer, DIED if state is State.DEAD else FINISHED if finished else EARLY))
+        self.shadow.note(
+            pack(
+                Record.GONE, peer, DIED if state is State.DEAD else FINISHED if finished else EARLY
+            )
+        )
         link = self.links[peer]
         doubt = link.edge.drop()
         if link.transfer is not None:
@@ -408,12 +477,14 @@ class Courier:
         )
         for fetch in [fetch for fetch in self.fetches if peer in fetch.ranks]:
             if fetch.topic is Topic.ROUND:
-                self.fetches.pop(fetch).finish("dropped")  # a round without a neighbour is not that round
+                # a round without a neighbour is not that round
+                self.fetches.pop(fetch).finish("dropped")
             else:
                 fetch.drop(peer)
                 self._settle(fetch)
         if self.members.peers[peer].evicted:
-            self._tell_evicted(peer, time.monotonic())  # waits on the connection for one who is stopped
+            # waits on the connection for one who is stopped
+            self._tell_evicted(peer, time.monotonic())
         else:
             self.transport.forget(peer)
 
@@ -439,18 +510,27 @@ class Courier:
 
     def _header(self, kind: Kind, dest: int, **fields: Any) -> Header:
         now = time.monotonic()
-        return Header(kind, self.rank, dest, progress=self.gradients, flags=self._flags(dest, now), **fields)
+        return Header(
+            kind, self.rank, dest, progress=self.gradients, flags=self._flags(dest, now), **fields
+        )
 
     def _post(self, peer: int, message: Message) -> None:
         header = self._header(
-            message.kind, peer, chunk=message.chunk, tag=message.q, una=message.una, weight=message.weight
+            message.kind,
+            peer,
+            chunk=message.chunk,
+            tag=message.q,
+            una=message.una,
+            weight=message.weight,
         )
         if message.value is None:
             self._send(header)
         else:
             self._send_frame(header, message.value)
 
-    def _send_value(self, peer: int, topic: Topic, tag: int, chunk: int, value: Array, serial: int = 0) -> None:
+    def _send_value(
+        self, peer: int, topic: Topic, tag: int, chunk: int, value: Array, serial: int = 0
+    ) -> None:
         header = self._header(Kind.VALUE, peer, topic=topic, tag=tag, chunk=chunk, una=serial)
         self._send_buffer(header, self.shadow.buffer(chunk, value))
 

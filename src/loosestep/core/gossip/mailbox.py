@@ -7,14 +7,16 @@
     mailbox.finish(params)                     # identical parameters on every live rank
     mailbox.close()
 
-`world` lists the ranks that gossip with each other, so a mailbox may serve one lane of a cluster and `params` may be one
-shard of the model. Addresses are exchanged through the store once; afterwards it is not used. See `edge.py` for why the
-mean never moves, `shadow.py` for the step boundary, `ending.py` for the end, `members.py` for who counts as there.
+`world` lists the ranks that gossip with each other, so a mailbox may serve one lane of a cluster
+and `params` may be one shard of the model. Addresses are exchanged through the store once;
+afterwards it is not used. See `edge.py` for why the mean never moves, `shadow.py` for the step
+boundary, `ending.py` for the end, `members.py` for who counts as there.
 
-Events through `emit(kind, **fields)`, from the communication thread: peer_suspended, peer_resumed, peer_no_progress,
-peer_left (`finished`: it holds the result), peer_dead (once; with the deltas in doubt), frame_refused (once per reason and source),
-mailbox_failed (the thread has ended by an error, which the next call raises). From the compute thread, once a second
-and at the end: traffic (bytes sent since the last one, consensus distance).
+Events through `emit(kind, **fields)`, from the communication thread: peer_suspended, peer_resumed,
+peer_no_progress, peer_left (`finished`: it holds the result), peer_dead (once; with the deltas in
+doubt), frame_refused (once per reason and source), mailbox_failed (the thread has ended by an
+error, which the next call raises). From the compute thread, once a second and at the end: traffic
+(bytes sent since the last one, consensus distance).
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ CHUNK_BYTES = 1 << 20
 QUEUE = 16  # frames that the socket of an edge takes at a time; the others wait for it
 LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
 TELL = 1.0  # seconds between two events about traffic
-LOOK = 1.0  # seconds between two looks, while waiting, whether the communication thread is still there
+# seconds between two looks, while waiting, whether the communication thread is still there
+LOOK = 1.0
 
 
 class Mailbox:
@@ -81,21 +84,29 @@ class Mailbox:
         gradients: int = 1,
         check: Callable[[], None] = nothing,
     ) -> None:
-        """`gradients`: how many a step of this rank stands for. `check`: called while peers are waited for, and raises
-        when one of them will not come."""
+        """`gradients`: how many a step of this rank stands for. `check`: called while peers are
+        waited for, and raises when one of them will not come.
+        """
         if rank not in world or len(set(world)) != len(world):
-            raise ValueError(f"rank {rank} must be in world, each rank once; got world={list(world)}")
+            raise ValueError(
+                f"rank {rank} must be in world, each rank once; got world={list(world)}"
+            )
         secret = key_bytes(key if key is not None else os.environ.get("LOOSESTEP_KEY") or None)
         if encrypt and secret is None:
             raise ValueError(
-                "encrypt=True needs a run key: pass key= or set LOOSESTEP_KEY to the same secret on every rank"
+                "encrypt=True needs a run key: pass key= or set LOOSESTEP_KEY to the same secret "
+                "on every rank"
             )
         host = bind_host()
         require_key(host, secret)
         peers = [peer for peer in world if peer != rank]
-        chunk_bytes, window = in_flight(sum(p.numel() * max(4, p.element_size()) for p in params), len(peers))
-        self.rank, self.world = rank, tuple(world)
-        # A recording needs boundaries that are complete at once, on an accelerator too: that waits for it.
+        chunk_bytes, window = in_flight(
+            sum(p.numel() * max(4, p.element_size()) for p in params), len(peers)
+        )
+        self.rank = rank
+        self.world = tuple(world)
+        # A recording needs boundaries that are complete at once, on an accelerator too: that waits
+        # for it.
         relayed = None if tape is None else False
         self._shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=relayed)
         if tape is not None:
@@ -104,17 +115,30 @@ class Mailbox:
         session = secrets.token_hex(8)
         largest = self._shadow.largest_chunk_bytes
         wire = Wire(
-            rank, list(world), run_id=run_id, layout=layout, generation=generation, largest_body=largest, key=secret,
+            rank,
+            list(world),
+            run_id=run_id,
+            layout=layout,
+            generation=generation,
+            largest_body=largest,
+            key=secret,
             session=session,
-        )  # fmt: skip
+        )
         curve = _curve(secret, run_id, rank, peers) if encrypt and secret is not None else None
         transport = Transport(
             host, port_range(), largest=HEADER_BYTES + largest, queue=QUEUE, curve=curve
         )  # fmt: skip
         with ExitStack() as undo:
             undo.callback(transport.close)
-            directory = Directory(store, f"loosestep/mailbox/{run_id}/{generation}", secret, deadline, check=check)
-            card = {"address": transport.address, "layout": layout.hex(), "session": session, "encrypt": encrypt}
+            directory = Directory(
+                store, f"loosestep/mailbox/{run_id}/{generation}", secret, deadline, check=check
+            )
+            card = {
+                "address": transport.address,
+                "layout": layout.hex(),
+                "session": session,
+                "encrypt": encrypt,
+            }
             directory.publish(rank, card)
             for peer in peers:
                 theirs = directory.read(peer, card)
@@ -124,26 +148,46 @@ class Mailbox:
             undo.pop_all()
         beat = max(0.25, 0.03 * len(peers))
         self._courier = Courier(
-            rank, self._shadow, wire=wire, transport=transport, peers=peers, window=window, emit=emit, lose=lose,
-            gradients=gradients, timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
-        )  # fmt: skip
+            rank,
+            self._shadow,
+            wire=wire,
+            transport=transport,
+            peers=peers,
+            window=window,
+            emit=emit,
+            lose=lose,
+            gradients=gradients,
+            timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
+        )
         self._exchanges: dict[int, Pending] = {}
         self._fold_share = fold_share
-        self._emit, self._told, self._told_bytes = emit, time.monotonic(), 0
-        self._io_read, self._io_seconds = 0.0, 0.0
-        self._folds, self._fold_seconds, self._fold_cpu, self._fold_cost, self._folded_at = 0, 0.0, 0.0, 0.0, 0.0
-        self._thread = threading.Thread(target=self._courier.run, name=f"loosestep-mailbox-{rank}", daemon=True)
+        self._emit = emit
+        self._told = time.monotonic()
+        self._told_bytes = 0
+        self._io_read = 0.0
+        self._io_seconds = 0.0
+        self._folds = 0
+        self._fold_seconds = 0.0
+        self._fold_cpu = 0.0
+        self._fold_cost = 0.0
+        self._folded_at = 0.0
+        self._thread = threading.Thread(
+            target=self._courier.run, name=f"loosestep-mailbox-{rank}", daemon=True
+        )
         self._thread.start()
 
     # ---- training
 
     def exchange(self, peer: int, weight: float = 0.5) -> Pending:
-        """Average the shadow with the peer's: both move by `weight` of their difference. Never blocks. While an exchange
-        with this peer is in flight, that one is returned; with a peer that is not there, one that is done already."""
+        """Average the shadow with the peer's: both move by `weight` of their difference. Never
+        blocks. While an exchange with this peer is in flight, that one is returned; with a peer
+        that is not there, one that is done already.
+        """
         self._check()
         if peer not in self._courier.links:
             raise ValueError(
-                f"rank {peer} is not a peer of rank {self.rank}; the peers are {sorted(self._courier.links)}"
+                f"rank {peer} is not a peer of rank {self.rank}; the peers are "
+                f"{sorted(self._courier.links)}"
             )
         if not 0 < weight <= 0.5:
             raise ValueError(f"weight must be above 0 and at most 1/2, got {weight}")
@@ -155,12 +199,17 @@ class Mailbox:
         self._shadow.when_published(begin)
         return pending
 
-    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:
-        """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share` of a core, or while nothing
-        has landed a part of that: a large model folds less often than every step. With `force`, or once something that has
-        landed, or would, is `within` steps old, it is not skipped, and complete when it returns."""
+    def boundary(
+        self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None
+    ) -> Fold:
+        """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share`
+        of a core, or while nothing has landed a part of that: a large model folds less often than
+        every step. With `force`, or once something that has landed, or would, is `within` steps
+        old, it is not skipped, and complete when it returns.
+        """
         now = self.step()
-        unpublished = self._shadow.steps - self._shadow.published  # what lands next is as old as that
+        # what lands next is as old as that
+        unpublished = self._shadow.steps - self._shadow.published
         if force or (within is not None and max(self._shadow.age, unpublished) >= within):
             return self._counted(self._shadow.settle, params, now)
         share = self._fold_share if self._shadow.waiting else IDLE * self._fold_share
@@ -180,7 +229,9 @@ class Mailbox:
         return now
 
     def publish(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u; x <- y before an exchange, unless the shadow holds this step's parameters already."""
+        """y += u; x <- y before an exchange, unless the shadow holds this step's parameters
+        already.
+        """
         if self._shadow.published == self._shadow.steps or self._shadow.busy:
             return Fold(skipped=True)
         return self._counted(self._shadow.boundary, params, time.monotonic())
@@ -191,15 +242,21 @@ class Mailbox:
         return self._counted(self._shadow.settle, params, time.monotonic())
 
     def lift(self, copy: Sequence[torch.Tensor], *, step: int) -> Fold:
-        """y += u with a copy of the x after some step, which becomes y - x. A communication thread may call it while the
-        compute thread calls nothing that folds."""
+        """y += u with a copy of the x after some step, which becomes y - x. A communication thread
+        may call it while the compute thread calls nothing that folds.
+        """
         self._check()
         return self._counted(partial(self._shadow.lift, step=step), copy, time.monotonic())
 
     def _counted(
-        self, make: Callable[[Sequence[torch.Tensor]], Fold], params: Sequence[torch.Tensor], now: float
+        self,
+        make: Callable[[Sequence[torch.Tensor]], Fold],
+        params: Sequence[torch.Tensor],
+        now: float,
     ) -> Fold:
-        """Fold, and keep what it cost: CPU time, since on a busy machine the clock also counts the work of others."""
+        """Fold, and keep what it cost: CPU time, since on a busy machine the clock also counts
+        the work of others.
+        """
         used = time.thread_time()
         fold = make(params)
         cost = time.thread_time() - used if self._shadow.relay is None else fold.seconds
@@ -210,13 +267,19 @@ class Mailbox:
         self._fold_cpu += cost
         return fold
 
-    def lockstep_round(self, number: int, neighbours: dict[int, float], timeout: float = 60.0) -> None:
-        """y <- y + sum_j w_j (y_j - y), all values taken from the start of this round on every rank. Blocks. The result
-        is in the shadow: fold it with `boundary(params, force=True)`."""
+    def lockstep_round(
+        self, number: int, neighbours: dict[int, float], timeout: float = 60.0
+    ) -> None:
+        """y <- y + sum_j w_j (y_j - y), all values taken from the start of this round on every
+        rank. Blocks. The result is in the shadow: fold it with `boundary(params, force=True)`.
+        """
         pending = Pending()
         self._do(lambda: self._courier.lockstep(number, neighbours, pending))
         self._wait(
-            pending, timeout, f"lockstep round {number} with ranks {sorted(neighbours)} (all must make as many steps)"
+            pending,
+            timeout,
+            f"lockstep round {number} with ranks {sorted(neighbours)} (all must make as many "
+            "steps)",
         )
 
     # ---- who is there
@@ -233,7 +296,11 @@ class Mailbox:
 
     def lost(self) -> set[int]:
         """Peers whose models are not in the result: dead, or left before they held it."""
-        early = {peer for peer in self.left() if not self._courier.members.peers[peer].flags & Flags.HOLDS}
+        early = {
+            peer
+            for peer in self.left()
+            if not self._courier.members.peers[peer].flags & Flags.HOLDS
+        }
         return self.dead() | early
 
     def left(self) -> set[int]:
@@ -256,18 +323,24 @@ class Mailbox:
 
     @property
     def consensus_distance(self) -> float:
-        """Estimate of the root mean square distance to the mean, from the differences exchanges saw. Who has died or left
-        in the middle of the run no longer counts."""
+        """Estimate of the root mean square distance to the mean, from the differences exchanges
+        saw. Who has died or left in the middle of the run no longer counts.
+        """
         courier = self._courier
-        there = courier.members.ranks(State.ALIVE, State.SUSPENDED, *([State.LEFT] if courier.ending.done else []))
+        there = courier.members.ranks(
+            State.ALIVE, State.SUSPENDED, *([State.LEFT] if courier.ending.done else [])
+        )
         edges = [courier.links[peer].edge for peer in there]
         return spread([edge.square for edge in edges if edge.applied])
 
     # ---- the average model
 
     def consensus(self, timeout: float | None = 60.0) -> Array:
-        """The flat mean of all live shadows. The peers go on; one that dies or falls silent meanwhile is left out."""
-        out, pending = np.empty(self._shadow.size, dtype=self._shadow.dtype), Pending()
+        """The flat mean of all live shadows. The peers go on; one that dies or falls silent
+        meanwhile is left out.
+        """
+        out = np.empty(self._shadow.size, dtype=self._shadow.dtype)
+        pending = Pending()
         self._shadow.note(pack(Record.CONSENSUS))
         self._do(lambda: self._courier.consensus(out, pending))
         self._wait(pending, timeout, "the consensus")
@@ -275,13 +348,15 @@ class Mailbox:
         return out
 
     def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
-        """Wait until every live rank has finished too, answering meanwhile; then all hold the same parameters, the mean
-        of the live shadows."""
+        """Wait until every live rank has finished too, answering meanwhile; then all hold the same
+        parameters, the mean of the live shadows.
+        """
         self.settle(params)
         courier = self._courier
         self._do(courier.finish)
         self._wait(courier.ended, timeout, "the end of the run")
-        if courier.evicted_by and self.lost() == courier.links.keys():  # nobody shares this rank's result
+        # nobody shares this rank's result
+        if courier.evicted_by and self.lost() == courier.links.keys():
             sound = np.isfinite(self._shadow.flat()).all()
             why, advice = (
                 ("was silent too long", "raise deadline= if it may pause for so long")
@@ -289,8 +364,8 @@ class Mailbox:
                 else ("sent NaN or Inf", "lower its learning rate or clip its gradients")
             )
             raise ConnectionError(
-                f"rank {self.rank} {why} and was evicted by ranks {sorted(courier.evicted_by)}: its model is not part of their "
-                f"result; {advice}"
+                f"rank {self.rank} {why} and was evicted by ranks {sorted(courier.evicted_by)}: "
+                f"its model is not part of their result; {advice}"
             )
         assert courier.ending.result is not None
         self._shadow.note(pack(Record.ASSIGN))
@@ -300,41 +375,58 @@ class Mailbox:
 
     @property
     def counters(self) -> dict[str, Any]:
-        """bytes_sent, exchanges (begun here, completed), chunks (landed in the shadow), folds, fold_seconds (on the clock),
-        fold_cpu_seconds, cpu_seconds of the communication thread, requests repeated, frames that found the queue full and waited, ..."""
-        counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "bytes_received", "exchanges", "chunks"), 0)
+        """bytes_sent, exchanges (begun here, completed), chunks (landed in the shadow), folds,
+        fold_seconds (on the clock), fold_cpu_seconds, cpu_seconds of the communication thread,
+        requests repeated, frames that found the queue full and waited, ...
+        """
+        counted: dict[str, Any] = dict.fromkeys(
+            ("bytes_sent", "bytes_received", "exchanges", "chunks"), 0
+        )
         counted.update(dict.fromkeys(("repeated", "queue_full"), 0))
         counted.update(self._courier.counters)
-        counted.update(folds=self._folds, fold_seconds=self._fold_seconds, rejected=dict(self._courier.rejected))
         counted.update(
-            fold_cpu_seconds=self._fold_cpu, cpu_seconds=self._courier.cpu_seconds, io_cpu_seconds=io_cpu_seconds()
+            folds=self._folds,
+            fold_seconds=self._fold_seconds,
+            rejected=dict(self._courier.rejected),
+        )
+        counted.update(
+            fold_cpu_seconds=self._fold_cpu,
+            cpu_seconds=self._courier.cpu_seconds,
+            io_cpu_seconds=io_cpu_seconds(),
         )
         return counted
 
     def cpu_seconds(self) -> float:
-        """Everything gossip has cost this process: communication thread, ZeroMQ's thread and folding."""
+        """Everything gossip has cost this process: communication thread, ZeroMQ's thread and
+        folding.
+        """
         now = time.monotonic()
         if now - self._io_read > 0.25:  # reading it every step would cost as much as it measures
-            self._io_read, self._io_seconds = now, io_cpu_seconds()
-        folding = self._fold_cpu if self._shadow.relay is None else 0.0  # a relay's thread has a share of its own
+            self._io_read = now
+            self._io_seconds = io_cpu_seconds()
+        # a relay's thread has a share of its own
+        folding = self._fold_cpu if self._shadow.relay is None else 0.0
         return self._courier.cpu_seconds + self._io_seconds + folding
 
     def close(self) -> None:
         """Say goodbye and let go of the thread and every socket."""
         if self._thread.is_alive():
-            self._tell_courier(lambda: setattr(self._courier, "stopping", True))  # whether or not it has failed
+            # whether or not it has failed
+            self._tell_courier(lambda: setattr(self._courier, "stopping", True))
         self._thread.join()
         self._tell(time.monotonic())
         if self._shadow.relay is not None:
             self._shadow.relay.close()
-            self._shadow.relay = None  # they know each other: all memory is free without a collector of garbage
+            # they know each other: all memory is free without a collector of garbage
+            self._shadow.relay = None
 
     # ---- inside
 
     def _tell(self, now: float) -> None:
         sent = self._courier.counters["bytes_sent"]
         self._emit("traffic", sent=sent - self._told_bytes, distance=self.consensus_distance)
-        self._told, self._told_bytes = now, sent
+        self._told = now
+        self._told_bytes = sent
 
     def _do(self, command: Callable[[], None]) -> None:
         self._check()
@@ -346,7 +438,9 @@ class Mailbox:
 
     def _check(self) -> None:
         if self._courier.failure is not None:
-            raise ConnectionError(f"the communication thread of rank {self.rank} has failed") from self._courier.failure
+            raise ConnectionError(
+                f"the communication thread of rank {self.rank} has failed"
+            ) from self._courier.failure
         if not self._thread.is_alive():
             raise ConnectionError(f"the mailbox of rank {self.rank} is closed")
 
@@ -357,8 +451,8 @@ class Mailbox:
                 self._check()  # it ended before it took the command, so nobody will ever be done
             if time.monotonic() >= end:
                 raise TimeoutError(
-                    f"{what} took longer than {timeout:g} s; alive: {sorted(self.alive())}, suspended: "
-                    f"{sorted(self.suspended())}, dead: {sorted(self.dead())}"
+                    f"{what} took longer than {timeout:g} s; alive: {sorted(self.alive())}, "
+                    f"suspended: {sorted(self.suspended())}, dead: {sorted(self.dead())}"
                 )
         if pending.outcome == "dropped":
             self._check()
@@ -369,21 +463,24 @@ def require_key(host: str, key: bytes | None) -> None:
     """Nothing unauthenticated leaves the machine."""
     if key is None and not is_loopback(host):
         raise ValueError(
-            f"{host} is not a loopback address, so gossip needs a run key: pass key= or set LOOSESTEP_KEY to the same "
-            "secret (at least 16 bytes) on every rank"
+            f"{host} is not a loopback address, so gossip needs a run key: pass key= or set "
+            "LOOSESTEP_KEY to the same secret (at least 16 bytes) on every rank"
         )
 
 
 def spread(squares: list[float]) -> float:
-    """The root mean square distance to the mean that goes with mean square differences to some peers: for a random pair,
-    E|y_i - y_j|^2 = 2 n/(n-1) E|y_i - mean|^2."""
+    """The root mean square distance to the mean that goes with mean square differences to some
+    peers: for a random pair, E|y_i - y_j|^2 = 2 n/(n-1) E|y_i - mean|^2.
+    """
     n = len(squares) + 1
     return (sum(squares) / len(squares) * (n - 1) / (2 * n)) ** 0.5 if squares else 0.0
 
 
 def in_flight(model_bytes: int, peers: int) -> tuple[int, int]:
-    """(bytes of a chunk, chunks in flight per edge). Per edge at most `window` values pend and twice as many are cached;
-    over all edges together that is three quarters of two models, or of `LEAST_MEMORY`."""
+    """(bytes of a chunk, chunks in flight per edge). Per edge at most `window` values pend and
+    twice as many are cached; over all edges together that is three quarters of two models, or of
+    `LEAST_MEMORY`.
+    """
     memory = max(2 * model_bytes, LEAST_MEMORY)
     per_edge = memory // (4 * max(1, peers))
     chunk = max(4096, min(CHUNK_BYTES, per_edge)) // 8 * 8
@@ -395,7 +492,8 @@ def io_cpu_seconds() -> float:
     total = 0.0
     for task in Path("/proc/self/task").glob("*"):
         try:
-            name, stat = (task / "comm").read_text(), (task / "stat").read_text()
+            name = (task / "comm").read_text()
+            stat = (task / "stat").read_text()
         except OSError:
             continue  # a thread that has just ended
         if name.startswith("ZMQbg/IO"):

@@ -1,4 +1,6 @@
-"""One peer as the communication thread sees it: the edge to it, its timers, the exchange that is under way on it."""
+"""One peer as the communication thread sees it: the edge to it, its timers, the exchange that is
+under way on it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from loosestep.core.gossip.exchange import Edge
 
 
 class Pending:
-    """An exchange in flight. `outcome` is "exchanged", or "dropped" when the peer went or this rank ended in the middle, or
-    "skipped" when the peer was not there."""
+    """An exchange in flight. `outcome` is "exchanged", or "dropped" when the peer went or this rank
+    ended in the middle, or "skipped" when the peer was not there.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -30,7 +33,9 @@ class Pending:
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds: between beats; of silence that suspends; before asking again; without a step that counts as stalled."""
+    """Seconds: between beats; of silence that suspends; before asking again; without a step that
+    counts as stalled.
+    """
 
     beat: float = 0.25
     suspend: float = 1.0

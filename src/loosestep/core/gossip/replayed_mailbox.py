@@ -1,7 +1,9 @@
-"""The mailbox of a replay: it does to the shadow what the recording says, in that order, with the values of the peers' replays.
+"""The mailbox of a replay: it does to the shadow what the recording says, in that order, with the
+values of the peers' replays.
 
-TAKE   y is read and left for the peer         BOUNDARY .. LANDED   chunks are crossed between the same events
-FOLD   the peer's value is waited for, y moves  FINAL, KEEP, HOLD    the end: the same average from the same readings
+TAKE   y is read and left for the peer         BOUNDARY .. LANDED   chunks are crossed between the
+same events FOLD   the peer's value is waited for, y moves  FINAL, KEEP, HOLD    the end: the same
+average from the same readings
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ Array = NDArray[Any]
 class ReplayedMailbox:
     """What `Mailbox` is in the original: the same methods, no sockets."""
 
-    def __init__(self, player: Player, *, world: Sequence[int], params: Sequence[torch.Tensor]) -> None:
-        self.rank, self.world, self.steps, self.global_steps = player.rank, tuple(world), 0, 0
-        self._player, self._values = player, player.values
+    def __init__(
+        self, player: Player, *, world: Sequence[int], params: Sequence[torch.Tensor]
+    ) -> None:
+        self.rank = player.rank
+        self.world = tuple(world)
+        self.steps = 0
+        self.global_steps = 0
+        self._player = player
+        self._values = player.values
         self._shadow = Shadow(params, chunk_bytes=player.number(0), relayed=False)
         self._mine: dict[tuple[int, int, int], tuple[Array, int]] = {}
         self._squares: dict[int, float] = {}
@@ -48,7 +56,9 @@ class ReplayedMailbox:
         pending.finish("exchanged")
         return pending
 
-    def boundary(self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None) -> Fold:
+    def boundary(
+        self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None
+    ) -> Fold:
         """y += u; x <- y, each chunk between the same events; skipped where it was."""
         self.steps += 1
         self._shadow.steps += 1
@@ -74,7 +84,9 @@ class ReplayedMailbox:
         """y += u; x <- y, where it was necessary."""
         return self.settle(params) if self._player.peek() is Kind.BOUNDARY else Fold(skipped=True)
 
-    def lockstep_round(self, number: int, neighbours: dict[int, float], timeout: float = 60.0) -> None:
+    def lockstep_round(
+        self, number: int, neighbours: dict[int, float], timeout: float = 60.0
+    ) -> None:
         """The events of the round are played before the boundary that follows."""
 
     def consensus(self, timeout: float | None = 60.0) -> Array:
@@ -94,7 +106,8 @@ class ReplayedMailbox:
     # ---- what the recording says
 
     def _act(self, record: Record) -> None:
-        kind, fields = record.kind, record.fields
+        kind = record.kind
+        fields = record.fields
         if kind in (Kind.TAKE, Kind.FOLD, Kind.MIX):
             self._reach(fields[1], record)
         elif kind in (Kind.READ, Kind.MEAN, Kind.FINAL):
@@ -122,7 +135,9 @@ class ReplayedMailbox:
             self._lose(*fields)
 
     def _reach(self, chunk: int, record: Record) -> None:
-        """A boundary that is under way has passed this chunk by now, unless the record says otherwise."""
+        """A boundary that is under way has passed this chunk by now, unless the record says
+        otherwise.
+        """
         if not record.behind:
             self._shadow.cross(chunk)
 
@@ -155,7 +170,9 @@ class ReplayedMailbox:
     def _share_result(self) -> None:
         assert self._result is not None
         for chunk in range(self._shadow.chunks):
-            self._values.put_shared(f"result/{self.rank}/{chunk}", self._shadow.slice(chunk, self._result))
+            self._values.put_shared(
+                f"result/{self.rank}/{chunk}", self._shadow.slice(chunk, self._result)
+            )
 
     def _open_round(self, number: int, neighbours: Iterable[int]) -> None:
         self._round = self._shadow.flat()
@@ -165,7 +182,9 @@ class ReplayedMailbox:
                 self._values.put(name, self._shadow.slice(chunk, self._round))
 
     def _mix(self, peer: int, chunk: int, number: int, weight: float) -> None:
-        theirs = self._values.take(f"round/{peer}/{self.rank}/{number}/{chunk}", peer, self._shadow.dtype)
+        theirs = self._values.take(
+            f"round/{peer}/{self.rank}/{number}/{chunk}", peer, self._shadow.dtype
+        )
         assert self._round is not None
         mine = self._shadow.slice(chunk, self._round)
         self._shadow.move(chunk, weight, mine=mine, theirs=theirs, snapshot=self._shadow.steps)
@@ -194,8 +213,16 @@ class ReplayedMailbox:
     @property
     def counters(self) -> dict[str, Any]:
         """A replay sends nothing."""
-        return {"exchanges": 0, "bytes_sent": 0, "chunks": self._chunks, "folds": self._folds, "fold_seconds": 0.0,
-                "fold_cpu_seconds": 0.0, "rejected": {}, "cpu_seconds": 0.0}  # fmt: skip
+        return {
+            "exchanges": 0,
+            "bytes_sent": 0,
+            "chunks": self._chunks,
+            "folds": self._folds,
+            "fold_seconds": 0.0,
+            "fold_cpu_seconds": 0.0,
+            "rejected": {},
+            "cpu_seconds": 0.0,
+        }
 
     def cpu_seconds(self) -> float:
         return 0.0

@@ -5,13 +5,14 @@
     exchange (communication thread):   delta += w (v - a)      a = y when the pair was formed, v = the peer's y
     boundary (compute thread):         x += delta;  base = x;  delta = 0
 
-With u the local update since the last boundary, x = base + u, so a boundary is y <- y + u; x <- y. Each happens under
-the lock, chunk by chunk, so a learner that is averaged ten times during one step moves once per disagreement and
-never overshoots. `delta` is not zeroed: a chunk that is not dirty is overwritten by the next exchange.
+With u the local update since the last boundary, x = base + u, so a boundary is y <- y + u; x <- y.
+Each happens under the lock, chunk by chunk, so a learner that is averaged ten times during one step
+moves once per disagreement and never overshoots. `delta` is not zeroed: a chunk that is not dirty
+is overwritten by the next exchange.
 
-Parameters of lower precision than the shadow (bfloat16) keep what rounding cut off in `delta`: the mean stays exact.
-Parameters on an accelerator reach the shadow through a relay, in two halves (`relay.py`); between them what has landed is
-`frozen`, y = base + frozen + delta.
+Parameters of lower precision than the shadow (bfloat16) keep what rounding cut off in `delta`: the
+mean stays exact. Parameters on an accelerator reach the shadow through a relay, in two halves
+(`relay.py`); between them what has landed is `frozen`, y = base + frozen + delta.
 """
 
 from __future__ import annotations
@@ -41,25 +42,32 @@ SAMPLE_STRIDE = 16  # every 16th number of a difference is enough for the consen
 
 @dataclass(slots=True, eq=False)
 class Buffer(Letter):
-    """A chunk's value behind room for its header: sent as it is, and never changed while an edge refers to it."""
+    """A chunk's value behind room for its header: sent as it is, and never changed while an edge
+    refers to it.
+    """
 
     value: Array = field(kw_only=True)
 
 
 @dataclass(slots=True)
 class Fold:
-    """What a step boundary did. `staleness_*` count the steps between the snapshot of an exchange and its fold."""
+    """What a step boundary did. `staleness_*` count the steps between the snapshot of an
+    exchange and its fold.
+    """
 
     chunks: int = 0  # chunk exchanges that landed
     staleness_mean: float = 0.0
     staleness_max: int = 0
     seconds: float = 0.0
-    skipped: bool = False  # folding would have cost too large a share of the time: it comes with a later step
+    # folding would have cost too large a share of the time: it comes with a later step
+    skipped: bool = False
 
 
 @dataclass(slots=True)
 class Landings:
-    """Chunk exchanges that have landed: how many, and after which steps their snapshots were taken, summed and lowest."""
+    """Chunk exchanges that have landed: how many, and after which steps their snapshots were
+    taken, summed and lowest.
+    """
 
     chunks: int = 0
     total: int = 0
@@ -69,21 +77,25 @@ class Landings:
         """More have landed."""
         if other.chunks:
             self.oldest = min(self.oldest, other.oldest) if self.chunks else other.oldest
-            self.chunks, self.total = self.chunks + other.chunks, self.total + other.total
+            self.chunks = self.chunks + other.chunks
+            self.total = self.total + other.total
 
     def fold(self, step: int, *, seconds: float) -> Fold:
         """They are in the parameters after this step."""
         if not self.chunks:
             return Fold(seconds=seconds)
         mean = step - self.total / self.chunks
-        return Fold(self.chunks, staleness_mean=mean, staleness_max=step - self.oldest, seconds=seconds)
+        return Fold(
+            self.chunks, staleness_mean=mean, staleness_max=step - self.oldest, seconds=seconds
+        )
 
 
 @dataclass(slots=True)
 class _Chunk:
     start: int
     stop: int
-    segments: list[tuple[int, int, int, int]]  # tensor, start in it, stop in it, start in the flat vector
+    # tensor, start in it, stop in it, start in the flat vector
+    segments: list[tuple[int, int, int, int]]
     dirty: bool = False  # delta holds something
     frozen: bool = False  # so does what a relay has taken
     crossed: int = 0  # the last boundary that has passed this chunk
@@ -91,7 +103,8 @@ class _Chunk:
 
     def take(self) -> Landings:
         """What has landed since the last time."""
-        landed, self.landed = self.landed, Landings()
+        landed = self.landed
+        self.landed = Landings()
         return landed
 
 
@@ -102,7 +115,9 @@ class Writer(Protocol):
 
 
 class Shadow:
-    """One flat vector over a list of tensors, in chunks. With a `tape`, every `note` is written to it under the lock."""
+    """One flat vector over a list of tensors, in chunks. With a `tape`, every `note` is written
+    to it under the lock.
+    """
 
     def __init__(
         self,
@@ -118,7 +133,8 @@ class Shadow:
         self.sizes = [p.numel() for p in params]
         self.size = sum(self.sizes)
         self.lock = threading.Lock()
-        self.steps = 0  # that the learner has made, folded or not; whoever calls `boundary` counts them
+        # that the learner has made, folded or not; whoever calls `boundary` counts them
+        self.steps = 0
         self.published = 0  # the step whose parameters the base holds
         self.tape: Writer | None = None
         self._opened = 0
@@ -126,14 +142,18 @@ class Shadow:
         if relayed is None:
             relayed = len({p.device for p in params}) == 1 and params[0].device.type != "cpu"
         self.relay = Relay(self, params) if relayed else None
-        self._base, self._delta = self._memory(), self._memory()
-        self._frozen, self._spare = self._delta, self._memory() if relayed else self._base
+        self._base = self._memory()
+        self._delta = self._memory()
+        self._frozen = self._delta
+        self._spare = self._memory() if relayed else self._base
         per_chunk = max(1, chunk_bytes // self.dtype.itemsize)
         self._chunks = _cut(self.sizes, per_chunk)
         self._difference = np.empty(min(per_chunk, self.size), dtype=self.dtype)
         self._free: list[Buffer] = []
         self._whole = min(per_chunk, self.size) * self.dtype.itemsize
-        self._views = _Views(self._chunks, torch.from_numpy(self._base), torch.from_numpy(self._delta))
+        self._views = _Views(
+            self._chunks, torch.from_numpy(self._base), torch.from_numpy(self._delta)
+        )
         with self.lock:
             self._views.of(params).adopt_all()
         if relayed:
@@ -189,7 +209,8 @@ class Shadow:
     def _into(self, part: _Chunk, out: Array) -> None:
         span = slice(part.start, part.stop)
         y = self._base[span]
-        with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged: its peers refuse it
+        # of a model that has diverged: its peers refuse it
+        with np.errstate(over="ignore", invalid="ignore"):
             if part.frozen:
                 y = np.add(y, self._frozen[span], out=out)
             if part.dirty:
@@ -197,14 +218,26 @@ class Shadow:
         if y is not out:
             np.copyto(out, y)
 
-    def move(self, chunk: int, weight: float, *, mine: Array, theirs: Array, snapshot: int, note: bytes = b"") -> Moved:
-        """delta[chunk] += weight (theirs - mine); refused as a whole when `theirs` is not finite."""
+    def move(
+        self,
+        chunk: int,
+        weight: float,
+        *,
+        mine: Array,
+        theirs: Array,
+        snapshot: int,
+        note: bytes = b"",
+    ) -> Moved:
+        """delta[chunk] += weight (theirs - mine); refused as a whole when `theirs` is not
+        finite.
+        """
         part = self._chunks[chunk]
         difference = self._difference[: part.stop - part.start]
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(theirs, mine, out=difference)
             total = float(difference.sum())
-            # A finite sum proves every number finite; one that is not may be an overflow, so look again.
+            # A finite sum proves every number finite; one that is not may be an overflow, so look
+            # again.
             if not math.isfinite(total) and not np.isfinite(theirs).all():
                 raise NotFiniteError(f"chunk {chunk} holds NaN or Inf")
             sample = difference[::SAMPLE_STRIDE]
@@ -223,13 +256,16 @@ class Shadow:
                 difference *= weight
                 target += difference
             else:
-                np.multiply(difference, weight, out=target)  # the first since the boundary: no need to zero before
+                # the first since the boundary: no need to zero before
+                np.multiply(difference, weight, out=target)
                 part.dirty = True
 
     @property
     def age(self) -> int:
         """Steps since the oldest snapshot of what has landed and is not in the parameters yet."""
-        return self.steps - min((part.landed.oldest for part in self._chunks if part.landed.chunks), default=self.steps)
+        return self.steps - min(
+            (part.landed.oldest for part in self._chunks if part.landed.chunks), default=self.steps
+        )
 
     @property
     def waiting(self) -> bool:
@@ -242,14 +278,18 @@ class Shadow:
         return self.relay is not None and self.relay.busy()
 
     def when_published(self, task: Callable[[], None]) -> None:
-        """Do something as soon as the parameters of the last boundary are here: at once, unless they are on their way."""
+        """Do something as soon as the parameters of the last boundary are here: at once, unless
+        they are on their way.
+        """
         if self.relay is None:
             task()
         else:
             self.relay.when_published(task)
 
     def boundary(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u;  x <- y. Through a relay it is begun, and skipped while the last one is under way."""
+        """y += u;  x <- y. Through a relay it is begun, and skipped while the last one is under
+        way.
+        """
         if self.relay is None:
             return self.settle(params)
         if self.relay.busy():
@@ -266,9 +306,13 @@ class Shadow:
         return self.close_boundary(params)
 
     def lift(self, copy: Sequence[torch.Tensor], *, step: int) -> Fold:
-        """y += u with a copy of the parameters after some step, which becomes d = y - x: whoever adds d to the parameters,
-        however much later, has them take part as if they had been folded then."""
-        begun, views, landed = time.perf_counter(), self._views.of(copy), Landings()
+        """y += u with a copy of the parameters after some step, which becomes d = y - x: whoever
+        adds d to the parameters, however much later, has them take part as if they had been folded
+        then.
+        """
+        begun = time.perf_counter()
+        views = self._views.of(copy)
+        landed = Landings()
         for chunk, part in enumerate(self._chunks):
             with self.lock:
                 part.dirty = views.lift(chunk, part.dirty)
@@ -277,15 +321,23 @@ class Shadow:
         return landed.fold(step, seconds=time.perf_counter() - begun)
 
     def freeze(self) -> tuple[Array, list[Span], Landings]:
-        """The first half of a relay's boundary: what has landed belongs to the parameters from now on. The memory it is in,
-        where in it, and what it is; the next exchanges write into the spare memory."""
+        """The first half of a relay's boundary: what has landed belongs to the parameters from now
+        on. The memory it is in, where in it, and what it is; the next exchanges write into the
+        spare memory.
+        """
         landed = Landings()
         with self.lock:
-            self._frozen, self._delta = self._delta, self._spare
+            self._frozen = self._delta
+            self._delta = self._spare
             for part in self._chunks:
-                part.frozen, part.dirty = part.dirty, False
+                part.frozen = part.dirty
+                part.dirty = False
                 landed.add(part.take())
-        return self._frozen, _runs([slice(part.start, part.stop) for part in self._chunks if part.frozen]), landed
+        return (
+            self._frozen,
+            _runs([slice(part.start, part.stop) for part in self._chunks if part.frozen]),
+            landed,
+        )
 
     def merge(self) -> None:
         """base += frozen, after which the frozen memory is free."""
@@ -297,9 +349,12 @@ class Shadow:
                     part.frozen = False
 
     def renew(self, step: int) -> None:
-        """The second half: the frozen memory now holds the parameters of this step and becomes the base."""
+        """The second half: the frozen memory now holds the parameters of this step and becomes
+        the base.
+        """
         with self.lock:
-            self._base, self._spare = self._frozen, self._base
+            self._spare = self._base
+            self._base = self._frozen
             self.published = step
 
     def open_boundary(self, params: Sequence[torch.Tensor]) -> None:
@@ -311,7 +366,8 @@ class Shadow:
 
     def cross(self, chunk: int) -> None:
         """y += u;  x <- y for one chunk, unless this boundary has passed it already."""
-        part, boundary = self._chunks[chunk], self._boundary
+        part = self._chunks[chunk]
+        boundary = self._boundary
         if boundary is None or part.crossed == self._opened:
             return
         with self.lock:
@@ -325,7 +381,8 @@ class Shadow:
     def close_boundary(self, params: Sequence[torch.Tensor]) -> Fold:
         """The last part of a boundary: all chunks are crossed."""
         assert self._boundary is not None
-        boundary, self._boundary = self._boundary, None
+        boundary = self._boundary
+        self._boundary = None
         boundary.views.write_back(params)
         self.published = self.steps
         self.note(pack(Kind.LANDED))
@@ -338,7 +395,8 @@ class Shadow:
         with self.lock:
             np.copyto(self._base, flat)
             for part in self._chunks:
-                part.dirty, part.landed = False, Landings()
+                part.dirty = False
+                part.landed = Landings()
         unflatten(flat, params)
 
     def flat(self) -> Array:
@@ -376,7 +434,9 @@ class _Boundary:
 
 
 class _Views:
-    """Views of the parameters, the base and the delta, chunk by chunk, made again only when a tensor has moved."""
+    """Views of the parameters, the base and the delta, chunk by chunk, made again only when a
+    tensor has moved.
+    """
 
     def __init__(self, chunks: list[_Chunk], base: torch.Tensor, delta: torch.Tensor) -> None:
         self._chunks = chunks
@@ -399,7 +459,9 @@ class _Views:
 
     def forget(self) -> None:
         """Let go of the parameters, and of the copies of those that are not contiguous."""
-        self._xs, self._key, self._copies = [], (), []
+        self._xs = []
+        self._key = ()
+        self._copies = []
 
     def adopt(self, chunk: int) -> None:
         torch._foreach_copy_(self._bases[chunk], self._xs[chunk])
@@ -410,8 +472,13 @@ class _Views:
 
     def fold(self, chunk: int) -> bool:
         """x += delta;  base = x. Whether delta keeps something: what rounding cut off."""
-        xs, bases, deltas = self._xs[chunk], self._bases[chunk], self._deltas[chunk]
-        if all(x.dtype == base.dtype and x.device == base.device for x, base in zip(xs, bases, strict=True)):
+        xs = self._xs[chunk]
+        bases = self._bases[chunk]
+        deltas = self._deltas[chunk]
+        if all(
+            x.dtype == base.dtype and x.device == base.device
+            for x, base in zip(xs, bases, strict=True)
+        ):
             torch._foreach_add_(xs, deltas)
             torch._foreach_copy_(bases, xs)
             return False
@@ -424,7 +491,9 @@ class _Views:
 
     def lift(self, chunk: int, dirty: bool) -> bool:
         """base = x + delta;  x = delta. Whether delta keeps something, as above."""
-        xs, bases, deltas = self._xs[chunk], self._bases[chunk], self._deltas[chunk]
+        xs = self._xs[chunk]
+        bases = self._bases[chunk]
+        deltas = self._deltas[chunk]
         torch._foreach_copy_(bases, xs)
         if not dirty:
             torch._foreach_zero_(xs)
@@ -455,7 +524,9 @@ def _runs(spans: list[slice]) -> list[slice]:
 
 def _cut(sizes: list[int], per_chunk: int) -> list[_Chunk]:
     total = sum(sizes)
-    chunks = [_Chunk(start, min(start + per_chunk, total), []) for start in range(0, total, per_chunk)]
+    chunks = [
+        _Chunk(start, min(start + per_chunk, total), []) for start in range(0, total, per_chunk)
+    ]
     offset = 0
     for tensor, size in enumerate(sizes):
         position = 0
@@ -470,7 +541,8 @@ def _cut(sizes: list[int], per_chunk: int) -> list[_Chunk]:
 
 def unflatten(flat: Array, params: Sequence[torch.Tensor]) -> None:
     """Write a flat vector into tensors."""
-    source, offset = torch.from_numpy(flat), 0
+    source = torch.from_numpy(flat)
+    offset = 0
     for p in params:
         p.detach().copy_(source[offset : offset + p.numel()].view(p.shape))
         offset += p.numel()

@@ -1,1 +1,3 @@
-"""Messages between ranks: sockets, frames, addresses, heartbeats, and who is a member of the run. Private."""
+"""Messages between ranks: sockets, frames, addresses, heartbeats, and who is a member of the
+run. Private.
+"""

@@ -1,4 +1,6 @@
-"""Where a mailbox listens: loopback when the run is on one machine, else the interface that reaches its store."""
+"""Where a mailbox listens: loopback when the run is on one machine, else the interface that
+reaches its store.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def bind_host() -> str:
     family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(target)  # a datagram socket sends nothing here: the kernel only chooses the interface
+            # a datagram socket sends nothing here: the kernel only chooses the interface
+            probe.connect(target)
         except OSError as error:
             raise ValueError(
                 f"no interface reaches MASTER_ADDR={master!r} ({error}): set GLOO_SOCKET_IFNAME"
@@ -48,10 +51,14 @@ def bind_host() -> str:
 def _interface_address(name: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            reply = fcntl.ioctl(
+                probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
+            )
         except OSError as error:
             known = ", ".join(found for _, found in socket.if_nameindex())
-            raise ValueError(f"GLOO_SOCKET_IFNAME={name!r} has no IPv4 address; interfaces here: {known}") from error
+            raise ValueError(
+                f"GLOO_SOCKET_IFNAME={name!r} has no IPv4 address; interfaces here: {known}"
+            ) from error
     return socket.inet_ntoa(reply[20:24])
 
 
@@ -66,5 +73,7 @@ def port_range() -> range | None:
     except ValueError:
         ports = range(0)
     if not ports or ports[0] < 1 or ports[-1] > 65535:
-        raise ValueError(f"LOOSESTEP_PORT={text!r}: expected a port (29600) or a range of ports (29600-29700)")
+        raise ValueError(
+            f"LOOSESTEP_PORT={text!r}: expected a port (29600) or a range of ports (29600-29700)"
+        )
     return ports

@@ -26,7 +26,9 @@ class Store(Protocol):
 
 
 def wait_for(store: Store, key: str, *, deadline: float, check: Callable[[], None]) -> bytes:
-    """What somebody has set, waiting for it; `check` raises when nobody will. TimeoutError after the deadline."""
+    """What somebody has set, waiting for it; `check` raises when nobody will. TimeoutError after
+    the deadline.
+    """
     until = time.monotonic() + deadline
     while True:
         check()
@@ -40,27 +42,48 @@ def wait_for(store: Store, key: str, *, deadline: float, check: Callable[[], Non
 
 
 class Directory:
-    """Cards in the store: address, layout, session. With a key each card carries a proof, without one it must not."""
+    """Cards in the store: address, layout, session. With a key each card carries a proof,
+    without one it must not.
+    """
 
     def __init__(
-        self, store: Store, prefix: str, key: bytes | None, deadline: float, *, check: Callable[[], None] = nothing
+        self,
+        store: Store,
+        prefix: str,
+        key: bytes | None,
+        deadline: float,
+        *,
+        check: Callable[[], None] = nothing,
     ) -> None:
-        self._store, self._prefix, self._key, self._deadline, self._check = store, prefix, key, deadline, check
+        self._store = store
+        self._prefix = prefix
+        self._key = key
+        self._deadline = deadline
+        self._check = check
 
     def publish(self, rank: int, card: dict[str, Any]) -> None:
         text = json.dumps(card)
-        self._store.set(f"{self._prefix}/{rank}", json.dumps({"card": text, "proof": self._proof(rank, text)}))
+        self._store.set(
+            f"{self._prefix}/{rank}", json.dumps({"card": text, "proof": self._proof(rank, text)})
+        )
 
     def _proof(self, rank: int, text: str) -> str:
-        return derive(self._key, "card", self._prefix, rank, text).hex() if self._key is not None else ""
+        return (
+            derive(self._key, "card", self._prefix, rank, text).hex()
+            if self._key is not None
+            else ""
+        )
 
     def read(self, peer: int, mine: dict[str, Any]) -> dict[str, Any]:
         name = f"{self._prefix}/{peer}"
         try:
-            entry = json.loads(wait_for(self._store, name, deadline=self._deadline, check=self._check))
+            entry = json.loads(
+                wait_for(self._store, name, deadline=self._deadline, check=self._check)
+            )
         except TimeoutError as error:
             raise TimeoutError(
-                f"rank {peer} has not published its address within {self._deadline:g} s: did it start?"
+                f"rank {peer} has not published its address within {self._deadline:g} s: did it "
+                "start?"
             ) from error
         if entry["proof"] != self._proof(peer, entry["card"]):
             had = (
@@ -71,22 +94,27 @@ class Directory:
                 else "a run key, this one has none"
             )
             raise ConnectionError(
-                f"rank {peer} has {had}: set LOOSESTEP_KEY (or key=) to the same secret on every rank"
+                f"rank {peer} has {had}: set LOOSESTEP_KEY (or key=) to the same secret on every "
+                "rank"
             )
         card: dict[str, Any] = json.loads(entry["card"])
         if card["layout"] != mine["layout"]:
             raise ValueError(
-                f"rank {peer} trains another model (layout {card['layout'][:12]}, here {mine['layout'][:12]}): the parameters "
-                "must have the same names, shapes, dtypes and order on every rank"
+                f"rank {peer} trains another model (layout {card['layout'][:12]}, here "
+                f"{mine['layout'][:12]}): the parameters must have the same names, shapes, dtypes "
+                "and order on every rank"
             )
-        (there, _), (here, _) = card["address"], mine["address"]
+        (there, _) = card["address"]
+        (here, _) = mine["address"]
         if is_loopback(there) != is_loopback(here):
             raise ValueError(
-                f"rank {peer} listens on {there}, this rank on {here}: the one cannot reach the other. Set MASTER_ADDR to an address of "
-                "rank 0's machine that the others reach, not to a name that its own /etc/hosts takes for loopback"
+                f"rank {peer} listens on {there}, this rank on {here}: the one cannot reach the "
+                "other. Set MASTER_ADDR to an address of rank 0's machine that the others reach, "
+                "not to a name that its own /etc/hosts takes for loopback"
             )
         if card["encrypt"] != mine["encrypt"]:
             raise ValueError(
-                f"rank {peer} has encrypt={card['encrypt']}, this rank {mine['encrypt']}: use the same on every rank"
+                f"rank {peer} has encrypt={card['encrypt']}, this rank {mine['encrypt']}: use the "
+                "same on every rank"
             )
         return card

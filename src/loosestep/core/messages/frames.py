@@ -1,15 +1,17 @@
 """Frames of the mailbox: a fixed header of 128 bytes, then raw numbers. Never pickle.
 
-A frame is one message: header and body lie in one buffer, so it is copied once, by the socket. The receiver looks at
-the header first and refuses what does not belong here (`FrameError.reason`) before it touches the body; the last check is
-the 16-byte `check` in front, over everything behind it:
+A frame is one message: header and body lie in one buffer, so it is copied once, by the socket. The
+receiver looks at the header first and refuses what does not belong here (`FrameError.reason`)
+before it touches the body; the last check is the 16-byte `check` in front, over everything behind
+it:
 
     without a key   xxh3-128(header, body)                        flipped bytes are noticed
     with a key      AES-GMAC(k_ij, number; header, body)          and nobody without the key can write a frame
 
-`k_ij` is derived from the run key, the run, the generation, both ranks and both sessions, so a frame of another run, of
-another direction or of an earlier life of either end fails. The nonce is the frame's number, which no direction uses
-twice in a session; a window over it refuses replays. AES-GMAC costs 4 ms of CPU per 100 MB, HMAC-SHA256 a dozen times that.
+`k_ij` is derived from the run key, the run, the generation, both ranks and both sessions, so a
+frame of another run, of another direction or of an earlier life of either end fails. The nonce is
+the frame's number, which no direction uses twice in a session; a window over it refuses replays.
+AES-GMAC costs 4 ms of CPU per 100 MB, HMAC-SHA256 a dozen times that.
 """
 
 from __future__ import annotations
@@ -87,8 +89,9 @@ class FrameError(Exception):
 
 @dataclass(slots=True)
 class Header:
-    """The fields of a frame. `tag` is the sequence number on the edge, the view or the round; `slower` by which share
-    communication makes the sender's steps slower."""
+    """The fields of a frame. `tag` is the sequence number on the edge, the view or the round;
+    `slower` by which share communication makes the sender's steps slower.
+    """
 
     kind: int
     source: int
@@ -121,7 +124,8 @@ def key_bytes(key: bytes | str | None) -> bytes | None:
     raw = key.encode() if isinstance(key, str) else bytes(key)
     if len(raw) < 16:
         raise ValueError(
-            f"the run key must have at least 16 bytes, got {len(raw)}: use a random one, such as 32 hex digits"
+            f"the run key must have at least 16 bytes, got {len(raw)}: use a random one, such as "
+            "32 hex digits"
         )
     return raw
 
@@ -136,7 +140,9 @@ def derive(key: bytes, *parts: object) -> bytes:
 
 
 def curve_pair(key: bytes, run_id: str, role: object) -> tuple[bytes, bytes]:
-    """(public, secret) of CURVE in Z85, derived from the run key: without the key the public half is unknown too."""
+    """(public, secret) of CURVE in Z85, derived from the run key: without the key the public
+    half is unknown too.
+    """
     from zmq.utils import z85
 
     secret = z85.encode(derive(key, "curve", run_id, role))
@@ -181,28 +187,39 @@ class Wire:
         self.rank = rank
         self.largest_body = largest_body
         self._peers = frozenset(world) - {rank}
-        self._run, self._layout, self._generation = short(run_id.encode()), short(layout), generation
-        self._run_id, self._key, self._session = run_id, key, session
+        self._run = short(run_id.encode())
+        self._layout = short(layout)
+        self._generation = generation
+        self._run_id = run_id
+        self._key = key
+        self._session = session
         self._numbers = dict.fromkeys(self._peers, 0)
         self._windows = {peer: ReplayWindow() for peer in self._peers}
         self._outgoing: dict[int, AESGCM | None] = {}
         self._incoming: dict[int, AESGCM | None] = {}
 
     def meet(self, peer: int, session: str) -> None:
-        """Learn the peer's session: from here on frames to it can be written, and those from it verified."""
+        """Learn the peer's session: from here on frames to it can be written, and those from it
+        verified.
+        """
         self._outgoing[peer] = self._direction(self.rank, peer, self._session, session)
         self._incoming[peer] = self._direction(peer, self.rank, session, self._session)
 
     def _direction(self, source: int, dest: int, *sessions: str) -> AESGCM | None:
         if self._key is None:
             return None
-        return AESGCM(derive(self._key, "frame", self._run_id, self._generation, source, dest, *sessions))
+        return AESGCM(
+            derive(self._key, "frame", self._run_id, self._generation, source, dest, *sessions)
+        )
 
     def seal(self, header: Header, frame: bytearray | memoryview) -> None:
         """Write the header and its check in front of the body that `frame` already holds."""
         self._numbers[header.dest] += 1
-        header.source, header.run, header.layout = self.rank, self._run, self._layout
-        header.generation, header.number = self._generation, self._numbers[header.dest]
+        header.source = self.rank
+        header.run = self._run
+        header.layout = self._layout
+        header.generation = self._generation
+        header.number = self._numbers[header.dest]
         header.size = len(frame) - HEADER_BYTES
         _LAYOUT.pack_into(frame, 0, bytes(_CHECK_BYTES), MAGIC, VERSION, *_values(header))
         frame[:_CHECK_BYTES] = _check(self._outgoing[header.dest], header.number, memoryview(frame))
@@ -221,21 +238,33 @@ class Wire:
         expected = _check(self._incoming[header.source], header.number, frame)
         if not hmac.compare_digest(check, expected):
             if self._key is None:
-                raise FrameError("checksum", f"kind {header.kind} from rank {header.source}: bytes changed on the way")
-            raise FrameError("key", f"kind {header.kind} from rank {header.source}: wrong run key, or bytes changed")
+                raise FrameError(
+                    "checksum",
+                    f"kind {header.kind} from rank {header.source}: bytes changed on the way",
+                )
+            raise FrameError(
+                "key",
+                f"kind {header.kind} from rank {header.source}: wrong run key, or bytes changed",
+            )
         if self._key is not None and not self._windows[header.source].accept(header.number):
-            raise FrameError("replay", f"frame {header.number} of rank {header.source} was seen before")
+            raise FrameError(
+                "replay", f"frame {header.number} of rank {header.source} was seen before"
+            )
         return header, frame[HEADER_BYTES:]
 
     def _belongs(self, header: Header, size: int) -> None:
         if header.source not in self._peers or header.dest != self.rank:
-            raise FrameError("source", f"from {header.source} to {header.dest}; this is {self.rank}")
+            raise FrameError(
+                "source", f"from {header.source} to {header.dest}; this is {self.rank}"
+            )
         if header.source not in self._incoming:
             raise FrameError("source", f"rank {header.source} has not been met yet")
         if header.run != self._run:
             raise FrameError("run", f"rank {header.source} belongs to another run")
         if header.generation != self._generation:
-            raise FrameError("generation", f"generation {header.generation}, expected {self._generation}")
+            raise FrameError(
+                "generation", f"generation {header.generation}, expected {self._generation}"
+            )
         if header.layout != self._layout:
             raise FrameError("layout", f"rank {header.source} trains another model")
         if header.kind not in Kind._value2member_map_:
@@ -243,7 +272,10 @@ class Wire:
         if header.dtype not in DTYPES:
             raise FrameError("dtype", f"dtype {header.dtype} is unknown")
         if header.size != size or size > self.largest_body or size % DTYPES[header.dtype].itemsize:
-            raise FrameError("size", f"header says {header.size} bytes, {size} came, at most {self.largest_body} may")
+            raise FrameError(
+                "size",
+                f"header says {header.size} bytes, {size} came, at most {self.largest_body} may",
+            )
 
 
 def claimed_source(frame: memoryview) -> int:
@@ -254,7 +286,19 @@ def claimed_source(frame: memoryview) -> int:
 def _values(header: Header) -> tuple[int | float, ...]:
     h = header
     ints = (h.kind, h.topic, h.dtype, h.source, h.dest, h.generation, h.chunk)
-    return (*ints, h.run, h.layout, h.tag, h.una, h.progress, h.number, h.size, h.weight, h.flags, h.slower)
+    return (
+        *ints,
+        h.run,
+        h.layout,
+        h.tag,
+        h.una,
+        h.progress,
+        h.number,
+        h.size,
+        h.weight,
+        h.flags,
+        h.slower,
+    )
 
 
 def _header(values: list[Any]) -> Header:

@@ -1,8 +1,9 @@
 """Heartbeats: who is alive, who left, who failed and why.
 
-Every rank writes a beat into the run's store and reads the others' once an interval. A rank is lost when its beat stands
-still for the deadline, not when an operation is old: an evaluation may take an hour. A rank that fails says so in its
-last beat, and names the culprit it knows of, so that all ranks report the same one.
+Every rank writes a beat into the run's store and reads the others' once an interval. A rank is lost
+when its beat stands still for the deadline, not when an operation is old: an evaluation may take an
+hour. A rank that fails says so in its last beat, and names the culprit it knows of, so that all
+ranks report the same one.
 """
 
 from __future__ import annotations
@@ -28,9 +29,18 @@ class Pulse:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, *, world: int, deadline: float, names: Sequence[int] | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        *,
+        world: int,
+        deadline: float,
+        names: Sequence[int] | None = None,
     ) -> None:
-        self.store, self.rank, self.world, self.deadline = store, rank, world, deadline
+        self.store = store
+        self.rank = rank
+        self.world = world
+        self.deadline = deadline
         self.names = range(world) if names is None else names
         self.interval = min(1.0, deadline / 10)
         self.step = 0
@@ -60,7 +70,9 @@ class Pulse:
             raise self.fault
 
     def blame(self, error: BaseException) -> CommError:
-        """An operation failed: wait for the heartbeats to tell who caused it, at most for the deadline."""
+        """An operation failed: wait for the heartbeats to tell who caused it, at most for the
+        deadline.
+        """
         self.suspect()
         until = time.monotonic() + self.deadline
         while time.monotonic() < until:
@@ -72,7 +84,9 @@ class Pulse:
         return CommError(f"communication failed although every rank is alive: {error}")
 
     def suspect(self) -> None:
-        """Somebody does not answer where it should: from now on a few beats that fail to come are enough."""
+        """Somebody does not answer where it should: from now on a few beats that fail to come
+        are enough.
+        """
         self._silence = min(self.deadline, 4 * self.interval)
 
     def hurt(self, fault: CommError) -> None:
@@ -84,13 +98,17 @@ class Pulse:
                 call()
 
     def on_fault(self, call: Callable[[], None]) -> None:
-        """Have something called as soon as somebody is lost, for what waits in a place where `check` is never called."""
+        """Have something called as soon as somebody is lost, for what waits in a place where
+        `check` is never called.
+        """
         self._called.append(call)
 
     def waiting_for(self) -> str:
         """Where the other ranks are, for a message to somebody who waits."""
         steps = ", ".join(
-            f"rank {self.names[r]} at step {self._read(r).get('step', 0)}" for r in range(self.world) if r != self.rank
+            f"rank {self.names[r]} at step {self._read(r).get('step', 0)}"
+            for r in range(self.world)
+            if r != self.rank
         )
         return steps or "no other rank"
 
@@ -100,7 +118,9 @@ class Pulse:
 
     def fail(self, reason: str, culprit: int | None = None) -> None:
         """Tell the others why this rank ends, then stop beating."""
-        self._end({"failed": reason, "culprit": self.names[self.rank] if culprit is None else culprit})
+        self._end(
+            {"failed": reason, "culprit": self.names[self.rank] if culprit is None else culprit}
+        )
 
     def _end(self, beat: dict[str, object]) -> None:
         if self._stop.is_set():
@@ -122,7 +142,9 @@ class Pulse:
                 self._listen(self.store.multi_get([f"beat/{r}" for r in range(self.world)]))
             except RuntimeError as error:
                 if not self._stop.is_set():
-                    self.hurt(self._lost(0, f"the run's store is gone ({str(error).splitlines()[0]})"))
+                    self.hurt(
+                        self._lost(0, f"the run's store is gone ({str(error).splitlines()[0]})")
+                    )
                 return
             if self.fault is not None:
                 return
@@ -131,7 +153,8 @@ class Pulse:
         now = self._listened = time.monotonic()
         for rank, value in enumerate(values):
             if value != self._values[rank]:
-                self._values[rank], self._seen[rank] = value, now
+                self._values[rank] = value
+                self._seen[rank] = now
                 beat = self._read(rank)
                 if "failed" in beat and rank != self.rank:
                     self.hurt(LostPeer(int(beat["culprit"]), str(beat["failed"])))
@@ -139,7 +162,9 @@ class Pulse:
             silent = now - self._seen[rank]
             if rank != self.rank and silent > self._silence and "left" not in self._read(rank):
                 step = self._read(rank).get("step", 0)
-                self.hurt(self._lost(rank, f"no heartbeat for {silent:.1f} s, last seen at step {step}"))
+                self.hurt(
+                    self._lost(rank, f"no heartbeat for {silent:.1f} s, last seen at step {step}")
+                )
 
     def _read(self, rank: int) -> dict[str, Any]:
         value = self._values[rank]
@@ -151,15 +176,17 @@ class Pulse:
     def _lost(self, rank: int, why: str) -> LostPeer:
         return LostPeer(
             self.names[rank],
-            f"rank {self.names[rank]} is lost: {why}. A collective run ends when a rank is lost; the parameters on this rank are as "
-            "they were before the exchange",
+            f"rank {self.names[rank]} is lost: {why}. A collective run ends when a rank is lost; "
+            "the parameters on this rank are as they were before the exchange",
         )
 
 
 def connect(store: dist.Store, *, timeout: float) -> dist.Store:
-    """A connection of our own to the run's store, so that a blocking call elsewhere never delays a heartbeat.
+    """A connection of our own to the run's store, so that a blocking call elsewhere never delays a
+    heartbeat.
 
-    Prefixes stay: they keep a restarted job, which meets in the same store, away from what its predecessor wrote.
+    Prefixes stay: they keep a restarted job, which meets in the same store, away from what its
+    predecessor wrote.
     """
     own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
     own.set_timeout(timedelta(seconds=timeout))

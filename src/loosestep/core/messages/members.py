@@ -1,9 +1,10 @@
 """Who is there: what every peer last said about itself, and when it counts as suspended or gone.
 
-A peer is heard through any of its frames; when it has nothing to say it sends a beat. Silence for `suspend` seconds
-suspends it: no new exchange, everything pending is kept, and its next frame resumes it. Silence for `deadline`
-seconds evicts it. A closed connection that cannot be opened again is a death (the mailbox finds that out). Every
-transition is reported once. Only monotonic clocks: a jump of the wall clock changes nothing.
+A peer is heard through any of its frames; when it has nothing to say it sends a beat. Silence for
+`suspend` seconds suspends it: no new exchange, everything pending is kept, and its next frame
+resumes it. Silence for `deadline` seconds evicts it. A closed connection that cannot be opened
+again is a death (the mailbox finds that out). Every transition is reported once. Only monotonic
+clocks: a jump of the wall clock changes nothing.
 """
 
 from __future__ import annotations
@@ -42,10 +43,18 @@ class Members:
     """The peers of one rank."""
 
     def __init__(
-        self, peers: Iterable[int], *, now: float, suspend: float, deadline: float, emit: Callable[..., None]
+        self,
+        peers: Iterable[int],
+        *,
+        now: float,
+        suspend: float,
+        deadline: float,
+        emit: Callable[..., None],
     ) -> None:
         self.peers = {rank: Peer(rank, now) for rank in peers}
-        self._suspend, self._deadline, self._emit = suspend, deadline, emit
+        self._suspend = suspend
+        self._deadline = deadline
+        self._emit = emit
         self._swept = now
 
     def ranks(self, *states: State) -> set[int]:
@@ -80,13 +89,19 @@ class Members:
         """Suspend who is silent; the ranks whose silence has reached the deadline."""
         pause = now - self._swept
         self._swept = now
-        if pause > self._suspend / 2:  # this process itself was stopped: nobody can be blamed for that time
+        # this process itself was stopped: nobody can be blamed for that time
+        if pause > self._suspend / 2:
             for peer in self.peers.values():
-                peer.heard = min(peer.heard + pause, now)  # who was heard since then was not silent at all
+                # who was heard since then was not silent at all
+                peer.heard = min(peer.heard + pause, now)
         for peer in self.peers.values():
             if peer.state is State.ALIVE and now - peer.heard > self._suspend:
                 self._silence(peer, f"silent for {now - peer.heard:.2f} s")
-        return [p.rank for p in self.peers.values() if p.state is State.SUSPENDED and now - p.heard > self._deadline]
+        return [
+            p.rank
+            for p in self.peers.values()
+            if p.state is State.SUSPENDED and now - p.heard > self._deadline
+        ]
 
     def _silence(self, peer: Peer, why: str) -> None:
         peer.state = State.SUSPENDED
@@ -97,7 +112,9 @@ class Members:
         return now - self.peers[rank].heard > self._suspend
 
     def remove(self, rank: int, state: State) -> bool:
-        """The peer is gone; False when that was known. What it last said about its progress stays."""
+        """The peer is gone; False when that was known. What it last said about its progress
+        stays.
+        """
         peer = self.peers[rank]
         if peer.state in GONE:
             return False

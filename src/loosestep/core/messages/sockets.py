@@ -1,10 +1,11 @@
 """The sockets of a mailbox, behind one small class so that they can be changed.
 
-Every rank binds one PULL socket and connects one PUSH socket to every peer, so a stranger can neither take a peer's
-route nor fill its queue. A frame is one message; sending copies it once into ZeroMQ (measured: zero-copy sends cost the
-same, and need another Python thread), receiving does not copy. No frame is dropped here: one that a full queue does not
-take is kept until it does, and whoever sends sees it. When a connection closes, the peer's port is tried: refused three
-times in a row means the process is gone.
+Every rank binds one PULL socket and connects one PUSH socket to every peer, so a stranger can
+neither take a peer's route nor fill its queue. A frame is one message; sending copies it once into
+ZeroMQ (measured: zero-copy sends cost the same, and need another Python thread), receiving does not
+copy. No frame is dropped here: one that a full queue does not take is kept until it does, and
+whoever sends sees it. When a connection closes, the peer's port is tried: refused three times in a
+row means the process is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _REFUSALS = 3
 _CURVE_OVERHEAD = 256  # an encrypted message is a little larger than its frame
 _PEER_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
 _OWN_EVENTS = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
 
 
@@ -48,7 +51,8 @@ class News:
     again: set[int] = field(default_factory=set)  # connections that are back
     dead: set[int] = field(default_factory=set)
     strangers: int = 0  # connections that failed their handshake
-    hung_up: int = 0  # connections that closed before it, as those of peers do that look whether this process lives
+    # connections that closed before it, as those of peers do that look whether this process lives
+    hung_up: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -70,9 +74,19 @@ class _Probe:
 class Transport:
     """Frames in, frames out, and who has gone."""
 
-    def __init__(self, host: str, ports: range | None, *, largest: int, queue: int, curve: Curve | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        ports: range | None,
+        *,
+        largest: int,
+        queue: int,
+        curve: Curve | None = None,
+    ) -> None:
         self._context = zmq.Context()
-        self._largest, self._queue, self._curve = largest, queue, curve
+        self._largest = largest
+        self._queue = queue
+        self._curve = curve
         self._peers: dict[int, zmq.Socket[bytes]] = {}
         self._addresses: dict[int, tuple[str, int]] = {}
         self._monitors: dict[zmq.Socket[bytes], int] = {}
@@ -120,7 +134,8 @@ class Transport:
             return int(bytes(self._pull.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").rpartition(b":")[2])
         tried = f"{ports[0]}-{ports[-1]}" if ports else "any port"
         raise OSError(
-            errno.EADDRINUSE, f"port in use: none of {tried} on {host} is free; widen LOOSESTEP_PORT or unset it"
+            errno.EADDRINUSE,
+            f"port in use: none of {tried} on {host} is free; widen LOOSESTEP_PORT or unset it",
         )
 
     def connect(self, peer: int, address: tuple[str, int]) -> None:
@@ -128,12 +143,14 @@ class Transport:
         host, port = address
         push.ipv6 = ":" in host
         if self._curve is not None:
-            push.curve_publickey, push.curve_secretkey = self._curve.public, self._curve.secret
+            push.curve_publickey = self._curve.public
+            push.curve_secretkey = self._curve.secret
             push.curve_serverkey = self._curve.peers[peer]
         monitor = push.get_monitor_socket(_PEER_EVENTS)
         self._monitors[monitor] = peer
         self._poller.register(monitor, zmq.POLLIN)
-        self._peers[peer], self._addresses[peer] = push, address
+        self._peers[peer] = push
+        self._addresses[peer] = address
         push.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
 
     def send(self, peer: int, letter: Letter) -> bool:
@@ -178,7 +195,8 @@ class Transport:
 
     def wake(self) -> None:
         """End the wait; from any thread."""
-        with contextlib.suppress(OSError):  # enough wake-ups are waiting already, or the thread has just ended
+        # enough wake-ups are waiting already, or the thread has just ended
+        with contextlib.suppress(OSError):
             self._wake_out.send(b"!")
 
     def wait(self, timeout: float) -> News:
@@ -189,7 +207,10 @@ class Transport:
             timeout = min(timeout, due - time.monotonic())
         for ready, _ in self._poller.poll(max(0, int(timeout * 1000) + 1)):
             if ready is self._own_monitor and self._own_monitor is not None:
-                if recv_monitor_message(self._own_monitor)["event"] == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+                if (
+                    recv_monitor_message(self._own_monitor)["event"]
+                    == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+                ):
                     news.hung_up += 1
                 else:
                     news.strangers += 1
@@ -202,7 +223,9 @@ class Transport:
         return news
 
     def frames(self, most: int = 64) -> Iterator[memoryview]:
-        """The frames that have come, without waiting. One of several parts is none of ours and comes empty."""
+        """The frames that have come, without waiting. One of several parts is none of ours and
+        comes empty.
+        """
         for _ in range(most):
             try:
                 frame = self._pull.recv(zmq.DONTWAIT, copy=False)
@@ -231,7 +254,9 @@ class Transport:
                 outcome = self._knock(peer, probe)
             else:
                 outcome = (
-                    probe.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if _writable(probe.socket) else None
+                    probe.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if _writable(probe.socket)
+                    else None
                 )
             if outcome in (None, errno.EINPROGRESS):
                 probe.due = now + (_PROBE_EVERY if outcome else 0.25)
@@ -239,7 +264,8 @@ class Transport:
             self._hang_up(probe)
             refused = outcome == errno.ECONNREFUSED
             probe.refusals = probe.refusals + 1 if refused else 0
-            # A process that is just ending may still accept, so look again soon; less and less often if it lives.
+            # A process that is just ending may still accept, so look again soon; less and less
+            # often if it lives.
             probe.delay = _PROBE_EVERY if refused else min(0.5, 2 * probe.delay)
             probe.due = now + probe.delay
             if probe.refusals >= _REFUSALS:
@@ -248,7 +274,9 @@ class Transport:
 
     def _knock(self, peer: int, probe: _Probe) -> int:
         host, port = self._addresses[peer]
-        probe.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        probe.socket = socket.socket(
+            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+        )
         probe.socket.setblocking(False)
         return probe.socket.connect_ex((host, port))
 
@@ -277,7 +305,9 @@ class Transport:
         push.close(linger=int(linger * 1000))
 
     def close(self, *, linger: float = 0.0) -> None:
-        """Send what is queued for at most `linger` seconds, then let everything go. A second call does nothing."""
+        """Send what is queued for at most `linger` seconds, then let everything go. A second
+        call does nothing.
+        """
         if self._context.closed:
             return
         until = time.monotonic() + linger
@@ -300,15 +330,18 @@ _open: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
 def _close_inherited() -> None:
-    """In a child that was forked, as the workers of a DataLoader are: it holds copies of the connections that peers have
-    made to this process, who would not see them close when this process is killed and the child lives on. Only these
-    descriptors are closed; the rest of ZeroMQ is the parent's."""
+    """In a child that was forked, as the workers of a DataLoader are: it holds copies of the
+    connections that peers have made to this process, who would not see them close when this process
+    is killed and the child lives on. Only these descriptors are closed; the rest of ZeroMQ is the
+    parent's.
+    """
     addresses = {transport.address for transport in _open}
     _open.clear()
     if not addresses:
         return
     timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(None)  # with one, to look at a socket makes it non-blocking, in the parent too
+    # with one, to look at a socket makes it non-blocking, in the parent too
+    socket.setdefaulttimeout(None)
     with contextlib.suppress(OSError):  # where the system has no such folder
         for name in os.listdir("/dev/fd"):
             if _local_end(int(name)) in addresses:
@@ -321,7 +354,10 @@ def _local_end(descriptor: int) -> tuple[str, int] | None:
     with contextlib.suppress(OSError):
         looked_at = socket.socket(fileno=descriptor)
         try:
-            if looked_at.family in (socket.AF_INET, socket.AF_INET6) and looked_at.type == socket.SOCK_STREAM:
+            if (
+                looked_at.family in (socket.AF_INET, socket.AF_INET6)
+                and looked_at.type == socket.SOCK_STREAM
+            ):
                 host, port, *_ = looked_at.getsockname()
                 return host, port
         finally:

@@ -1,13 +1,14 @@
-"""One rank's copy of the model as flat vectors: snapshots, folds, buffers. All numerics of an exchange live here.
+"""One rank's copy of the model as flat vectors: snapshots, folds, buffers. All numerics of an
+exchange live here.
 
     fold:    x <- x + delta                       delta = mean(s) - s, taken from a snapshot s of some steps ago
     assign:  x <- mean
     blend:   x <- (2 S x + P mean) / (2 S + P)    the published DASO merge, S steps after the snapshot
 
-Of a sharded model a replica is what this rank holds. Parameters stay where they are; the flat vector is a copy in
-logical order, one tensor per dtype, padded so that it divides evenly among lanes and replicas. On an accelerator it
-exists twice, there and in pinned memory of the host, and travels on side streams (`staging.py`): neither a snapshot nor
-a fold makes the compute thread wait.
+Of a sharded model a replica is what this rank holds. Parameters stay where they are; the flat
+vector is a copy in logical order, one tensor per dtype, padded so that it divides evenly among
+lanes and replicas. On an accelerator it exists twice, there and in pinned memory of the host, and
+travels on side streams (`staging.py`): neither a snapshot nor a fold makes the compute thread wait.
 """
 
 from __future__ import annotations
@@ -45,20 +46,26 @@ class Segment:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """`flat` cut into tensors of the parameters' shapes, where the parameters are."""
         pieces = flat[: sum(self.sizes)].to(self.params[0].device).split(self.sizes)
-        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)]
+        return [
+            piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)
+        ]
 
     def pack(self, flat: torch.Tensor) -> None:
         """Copy the parameters into `flat`; from an accelerator in one transfer."""
         if self.params[0].device.type == "cpu":
             torch._foreach_copy_(self.views(flat), self.tensors)
         else:
-            flat[: sum(self.sizes)].copy_(torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors]))
+            flat[: sum(self.sizes)].copy_(
+                torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors])
+            )
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Host memory that a replica's values are on their way to; `ready()` waits for them. A vector that is `near` stays
-    where the parameters are, for a communication thread to work on inside `aside()`."""
+    """Host memory that a replica's values are on their way to; `ready()` waits for them. A vector
+    that is `near` stays where the parameters are, for a communication thread to work on inside
+    `aside()`.
+    """
 
     vector: Vector
     buffers: torch.Tensor
@@ -69,13 +76,19 @@ class Snapshot:
 
 
 class Replica:
-    """The trainable parameters and floating buffers of a model. `multiple`: what the padded length must divide by.
-    `keep`: which parameters take part, all by default."""
+    """The trainable parameters and floating buffers of a model. `multiple`: what the padded length
+    must divide by. `keep`: which parameters take part, all by default.
+    """
 
     def __init__(
-        self, model: nn.Module, *, multiple: int = 1, keep: Callable[[nn.Parameter], bool] = lambda param: True
+        self,
+        model: nn.Module,
+        *,
+        multiple: int = 1,
+        keep: Callable[[nn.Parameter], bool] = lambda param: True,
     ) -> None:
-        self.names = {id(param): name for name, param in model.named_parameters()}  # tied parameters appear once
+        # tied parameters appear once
+        self.names = {id(param): name for name, param in model.named_parameters()}
         trainable = [param for param in model.parameters() if param.requires_grad and keep(param)]
         self.frozen = [param for param in model.parameters() if not param.requires_grad]
         self.params: list[nn.Parameter] = trainable
@@ -86,7 +99,8 @@ class Replica:
         buffers = list(persistent_buffers(model))
         self._floating = [buffer for buffer in buffers if buffer.now.is_floating_point()]
         self._counting = [buffer for buffer in buffers if not buffer.now.is_floating_point()]
-        self._model, self._places = model, list(places(model))
+        self._model = model
+        self._places = list(places(model))
         self.sharded = any(is_dtensor(param) for param in model.parameters())
         self._sharding = sharding_modules(model)
         self.staging = Staging(trainable[0].device if trainable else torch.device("cpu"))
@@ -106,13 +120,17 @@ class Replica:
 
     @property
     def variances(self) -> list[torch.Tensor]:
-        """The running variances of batch norms. A mean may be negative, and which other statistics may not is not known here."""
+        """The running variances of batch norms. A mean may be negative, and which other
+        statistics may not is not known here.
+        """
         return [local(buffer.now) for buffer in self._floating if buffer.name == "running_var"]
 
     @staticmethod
     def _segment(dtype: torch.dtype, params: list[nn.Parameter], multiple: int) -> Segment:
         sizes = [local(param).numel() for param in params]
-        return Segment(dtype, list(params), sizes, padded=max(-(-sum(sizes) // multiple), 1) * multiple)
+        return Segment(
+            dtype, list(params), sizes, padded=max(-(-sum(sizes) // multiple), 1) * multiple
+        )
 
     def stage(
         self,
@@ -121,10 +139,14 @@ class Replica:
         stay: bool = False,
         part: tuple[int, int] | None = None,
     ) -> Snapshot:
-        """Start to copy parameters, buffers and losses into the memory that the replica keeps for it; never waits.
-        `stay`: the parameters' is where they are. `part`: only this row of the vector, of so many, is wanted."""
+        """Start to copy parameters, buffers and losses into the memory that the replica keeps for
+        it; never waits. `stay`: the parameters' is where they are. `part`: only this row of the
+        vector, of so many, is wanted.
+        """
         if self._images is None:
-            self._images = [Image(s.tensors, s.dtype, s.padded, self.staging) for s in self.segments]
+            self._images = [
+                Image(s.tensors, s.dtype, s.padded, self.staging) for s in self.segments
+            ]
             if self._floating:
                 size = sum(buffer.numel() for buffer in self.floating)
                 self._statistics = Image(self.floating, self._wide, size, self.staging)
@@ -134,12 +156,20 @@ class Replica:
             else:
                 image.pack_row(segment.tensors, *part)
         spans = [slice(None) if part is None else image.row(*part) for image in self._images]
-        leaving = [] if stay else [(i.host[at], i.near[at]) for i, at in zip(self._images, spans, strict=True)]
+        leaving = (
+            []
+            if stay
+            else [(i.host[at], i.near[at]) for i, at in zip(self._images, spans, strict=True)]
+        )
         if self._statistics is not None:
             self._statistics.pack(self.floating)
             leaving.append((self._statistics.host, self._statistics.near))
         loss = losses[0]
-        if self.staging.remote and isinstance(loss, torch.Tensor) and loss.device == self.staging.device:
+        if (
+            self.staging.remote
+            and isinstance(loss, torch.Tensor)
+            and loss.device == self.staging.device
+        ):
             self._loss = self._loss or Image([loss], loss.dtype, 1, self.staging)
             self._loss.pack([loss])
             loss = self._loss.host
@@ -154,7 +184,9 @@ class Replica:
         )
 
     def snapshot(self, *, keep: bool = True) -> Vector:
-        """A copy of the parameters, in the memory that the replica keeps for it (`keep`) or in new memory; waits for it."""
+        """A copy of the parameters, in the memory that the replica keeps for it (`keep`) or in
+        new memory; waits for it.
+        """
         if keep:
             snapshot = self.stage()
             snapshot.ready()
@@ -189,7 +221,9 @@ class Replica:
         self.staging.used()
 
     def _bring(self, vector: Vector) -> Iterator[tuple[Vector, Vector]]:
-        """Parameters, and the vector where they are: what `stage` keeps without waiting, other memory by a copy."""
+        """Parameters, and the vector where they are: what `stage` keeps without waiting, other
+        memory by a copy.
+        """
         reshard(self._sharding)
         images = self._images or []
         if _same(vector, [image.host for image in images]):
@@ -206,29 +240,39 @@ class Replica:
 
     @property
     def _wide(self) -> torch.dtype:
-        return torch.float64 if any(b.dtype == torch.float64 for b in self.floating) else torch.float32
+        return (
+            torch.float64 if any(b.dtype == torch.float64 for b in self.floating) else torch.float32
+        )
 
     def pack_buffers(self) -> torch.Tensor:
         """The floating buffers (BatchNorm statistics) as one vector."""
         if not self._floating:
             return torch.empty(0)
-        return torch.cat([buffer.detach().reshape(-1).to(self._wide) for buffer in self.floating]).cpu()
+        return torch.cat(
+            [buffer.detach().reshape(-1).to(self._wide) for buffer in self.floating]
+        ).cpu()
 
     @torch.no_grad()
     def assign_buffers(self, packed: torch.Tensor) -> None:
-        """Buffers are averaged and assigned, never folded: a delayed delta can make a variance negative."""
+        """Buffers are averaged and assigned, never folded: a delayed delta can make a variance
+        negative.
+        """
         if not self._floating:
             return
         if self._statistics is not None and packed is self._statistics.host:
             torch._foreach_copy_(self.floating, self._bring_statistics(self._statistics))
             self.staging.used()
             return
-        for buffer, piece in zip(self.floating, packed.split([b.numel() for b in self.floating]), strict=False):
+        for buffer, piece in zip(
+            self.floating, packed.split([b.numel() for b in self.floating]), strict=False
+        ):
             buffer.copy_(piece.view(buffer.shape))
 
     @torch.no_grad()
     def fold_buffers(self, delta: torch.Tensor) -> None:
-        """b <- b + delta, which `stage` keeps; whoever folds sees to variances that must stay positive."""
+        """b <- b + delta, which `stage` keeps; whoever folds sees to variances that must stay
+        positive.
+        """
         if self._statistics is not None:
             assert delta is self._statistics.host
             torch._foreach_add_(self.floating, self._bring_statistics(self._statistics))
@@ -241,7 +285,9 @@ class Replica:
         return kept.views
 
     def wait_for_readers(self) -> None:
-        """A GPU may still be fetching offloaded parameters from the host: before they are overwritten out of turn."""
+        """A GPU may still be fetching offloaded parameters from the host: before they are
+        overwritten out of turn.
+        """
         if self.sharded and not self.staging.remote and torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
@@ -251,10 +297,14 @@ class Replica:
 
     def find_bad(self) -> str | None:
         """The name of the first parameter that holds NaN or Inf."""
-        return next((self.names[id(p)] for p in self.params if not bool(local(p).isfinite().all())), None)
+        return next(
+            (self.names[id(p)] for p in self.params if not bool(local(p).isfinite().all())), None
+        )
 
     def layout(self) -> list[str]:
-        """What must be the same on every rank (of a lane, for shards), in order: name, shape, dtype, how it is cut."""
+        """What must be the same on every rank (of a lane, for shards), in order: name, shape,
+        dtype, how it is cut.
+        """
         return [
             f"{self.names[id(p)]}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
             + (f", {describe(p)}" if is_dtensor(p) else "")
@@ -266,12 +316,15 @@ class Replica:
         return hashlib.blake2b("\n".join(self.layout()).encode(), digest_size=16).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Raise if other parameters train than when the run was attached: on their own, or not at all, silently."""
+        """Raise if other parameters train than when the run was attached: on their own, or not
+        at all, silently.
+        """
         for param in self.frozen:
             if param.requires_grad:
                 raise RuntimeError(
-                    f"{self.names[id(param)]} was frozen when the run was attached and now requires gradients, so it would not "
-                    "be averaged. Call run.finish() and attach again after unfreezing"
+                    f"{self.names[id(param)]} was frozen when the run was attached and now "
+                    "requires gradients, so it would not be averaged. Call run.finish() and "
+                    "attach again after unfreezing"
                 )
         self.check_places()
 
@@ -282,8 +335,9 @@ class Replica:
         for param in self.params:
             if param.device != self.staging.device:
                 raise RuntimeError(
-                    f"parameter {self.names[id(param)]} was on {self.staging.device} when the run was attached and is on {param.device} now; "
-                    "move the model back before the next step, consensus() or finish(), or end the run before it is moved"
+                    f"parameter {self.names[id(param)]} was on {self.staging.device} when the run "
+                    f"was attached and is on {param.device} now; move the model back before the "
+                    "next step, consensus() or finish(), or end the run before it is moved"
                 )
 
     def _look_again(self) -> None:
@@ -293,20 +347,25 @@ class Replica:
         for name, param in self._model.named_parameters():
             if param.requires_grad and id(param) not in ours:
                 raise RuntimeError(
-                    f"parameter {name} is another tensor than when the run was attached (load_state_dict(assign=True) makes new ones), which "
-                    "neither the optimizer nor the run knows. Load without assign=True, or before the optimizer is made and the "
-                    "run attached"
+                    f"parameter {name} is another tensor than when the run was attached "
+                    "(load_state_dict(assign=True) makes new ones), which neither the optimizer "
+                    "nor the run knows. Load without assign=True, or before the optimizer is "
+                    "made and the run attached"
                 )
         self.frozen = [param for param in self._model.parameters() if not param.requires_grad]
         self._places = list(places(self._model))
 
 
 def _same(vector: Vector, kept: Vector) -> bool:
-    return len(vector) == len(kept) and all(flat is mine for flat, mine in zip(vector, kept, strict=True))
+    return len(vector) == len(kept) and all(
+        flat is mine for flat, mine in zip(vector, kept, strict=True)
+    )
 
 
 class Buffer(NamedTuple):
-    """Where a buffer is found. `now`: the tensor there, which `model.cpu()` and the like replace by another."""
+    """Where a buffer is found. `now`: the tensor there, which `model.cpu()` and the like replace
+    by another.
+    """
 
     module: nn.Module
     name: str
@@ -327,10 +386,16 @@ def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[Buffer]:
-    """Every buffer that is part of the state dict, once. Non-persistent ones are the module's private business."""
+    """Every buffer that is part of the state dict, once. Non-persistent ones are the module's
+    private business.
+    """
     seen: set[int] = set()
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+            if (
+                buffer is not None
+                and name not in module._non_persistent_buffers_set
+                and id(buffer) not in seen
+            ):
                 seen.add(id(buffer))
                 yield Buffer(module, name)

@@ -1,7 +1,8 @@
-"""Parameters of which this rank holds a part: DTensors, as `fully_shard` and tensor parallelism make them.
+"""Parameters of which this rank holds a part: DTensors, as `fully_shard` and tensor parallelism
+make them.
 
-An exchange works on what a rank holds (`local`) and never gathers. Importing torch's DTensor takes seconds, so nothing
-here imports it: where nobody has, there is no DTensor.
+An exchange works on what a rank holds (`local`) and never gathers. Importing torch's DTensor takes
+seconds, so nothing here imports it: where nobody has, there is no DTensor.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: all of a plain one, its shard of a DTensor. Asked for anew at every use, for
-    `fully_shard` replaces it when it pads or pins."""
+    """What this rank holds of a tensor: all of a plain one, its shard of a DTensor. Asked for anew
+    at every use, for `fully_shard` replaces it when it pads or pins.
+    """
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -38,14 +40,19 @@ def mesh_ranks(tensor: Any) -> list[int]:
 
 
 def pieces(tensor: Any) -> int:
-    """Into how many different parts a DTensor is cut: as many as ranks if each holds its own, 1 if all hold all of it."""
+    """Into how many different parts a DTensor is cut: as many as ranks if each holds its own, 1
+    if all hold all of it.
+    """
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def describe(tensor: Any) -> str:
-    """How a DTensor is cut, and which piece is here: what must be the same on the same local rank of every node."""
-    mesh, piece = tensor.device_mesh, tuple(local(tensor).shape)
+    """How a DTensor is cut, and which piece is here: what must be the same on the same local
+    rank of every node.
+    """
+    mesh = tensor.device_mesh
+    piece = tuple(local(tensor).shape)
     placements = ", ".join(map(repr, tensor.placements))
     return f"{placements} over {tuple(mesh.shape)} ranks, at {mesh.get_coordinate()}: {piece}"
 
@@ -53,11 +60,17 @@ def describe(tensor: Any) -> str:
 def sharding_modules(model: nn.Module) -> list[Any]:
     """The modules that `fully_shard` was called on."""
     module = sys.modules.get("torch.distributed.fsdp")
-    return [] if module is None else [part for part in model.modules() if isinstance(part, module.FSDPModule)]
+    return (
+        []
+        if module is None
+        else [part for part in model.modules() if isinstance(part, module.FSDPModule)]
+    )
 
 
 def reshard(modules: Sequence[Any]) -> None:
-    """Drop parameters that `fully_shard` keeps gathered after a forward without a backward: they would be stale."""
+    """Drop parameters that `fully_shard` keeps gathered after a forward without a backward: they
+    would be stale.
+    """
     for module in modules:
         module.reshard()
 
@@ -84,12 +97,21 @@ def load_localised(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for param, held in optimizer.state.items():
         if is_dtensor(param):
             for name, value in held.items():
-                if isinstance(value, torch.Tensor) and name != "step" and value.shape == local(param).shape:
+                if (
+                    isinstance(value, torch.Tensor)
+                    and name != "step"
+                    and value.shape == local(param).shape
+                ):
                     held[name] = _like(value, param)
 
 
 def _like(shard: torch.Tensor, whole: Any) -> torch.Tensor:
     wrapped: torch.Tensor = type(whole).from_local(
-        shard, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        shard,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
     )
     return wrapped

@@ -1,14 +1,16 @@
-"""Between an accelerator and the host: pinned memory, side streams and events. The compute thread never waits here.
+"""Between an accelerator and the host: pinned memory, side streams and events. The compute thread
+never waits here.
 
     send:   compute stream --event--> side stream copies to the host --event--> a communication thread waits for it
     push:   side stream copies to the device (any thread may start it)
     fetch:  push, and the compute *stream* waits for it; the compute thread goes on
     aside:  what stays on the device is worked on by a side stream, and the compute stream waits for it
 
-Flat memory on the device is kept and written by the compute stream, so no block is freed under a copy: sending starts
-after what the compute stream did before, and the compute stream waits for what comes back before it uses it. What the
-host may touch follows from the communication: a communication thread reads and writes pinned memory only between the
-arrival of a send and the next push. On a CPU there is nothing to stage and copies are made at once.
+Flat memory on the device is kept and written by the compute stream, so no block is freed under a
+copy: sending starts after what the compute stream did before, and the compute stream waits for what
+comes back before it uses it. What the host may touch follows from the communication: a
+communication thread reads and writes pinned memory only between the arrival of a send and the next
+push. On a CPU there is nothing to stage and copies are made at once.
 """
 
 from __future__ import annotations
@@ -24,14 +26,20 @@ Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]  # host, device
 
 
 class Staging:
-    """One device's way to the host and back. `remote`: whether the host is somewhere else than the tensors."""
+    """One device's way to the host and back. `remote`: whether the host is somewhere else than
+    the tensors.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.remote = device, device.type == "cuda"
+        self.device = device
+        self.remote = device.type == "cuda"
         if self.remote:
-            # Two streams: what comes back must not queue behind a copy that waits for the compute stream.
-            self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self._came, self._consumed = torch.cuda.Event(), torch.cuda.Event()
+            # Two streams: what comes back must not queue behind a copy that waits for the compute
+            # stream.
+            self._out = torch.cuda.Stream(device)
+            self._back = torch.cuda.Stream(device)
+            self._came = torch.cuda.Event()
+            self._consumed = torch.cuda.Event()
             self._compute = torch.cuda.current_stream(device)
 
     def host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -43,8 +51,9 @@ class Staging:
         return torch.zeros(size, dtype=dtype, device=self.device)
 
     def send(self, pairs: Pairs, *, after: torch.cuda.Event | None = None) -> Callable[[], None]:
-        """host <- device, after what was marked, or else what the current stream has been given so far. What is returned
-        waits for the arrival."""
+        """host <- device, after what was marked, or else what the current stream has been given so
+        far. What is returned waits for the arrival.
+        """
         if not self.remote:
             for host, near in pairs:
                 host.copy_(near)
@@ -85,7 +94,9 @@ class Staging:
 
     @contextmanager
     def aside(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """A communication thread works on the device, after what was marked; `receive` waits for what it does."""
+        """A communication thread works on the device, after what was marked; `receive` waits for
+        what it does.
+        """
         if not self.remote:
             yield
             return
@@ -101,7 +112,9 @@ class Staging:
             self._consumed.record(torch.cuda.current_stream(self.device))
 
     def leave(self) -> None:
-        """The compute thread hands over to a communication thread and waits: remember its stream."""
+        """The compute thread hands over to a communication thread and waits: remember its
+        stream.
+        """
         if self.remote:
             self._compute = torch.cuda.current_stream(self.device)
 
@@ -111,7 +124,9 @@ class Staging:
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Work on a stream. On its device first: a thread begins on device 0, where returning to it would open a context."""
+        """Work on a stream. On its device first: a thread begins on device 0, where returning to
+        it would open a context.
+        """
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
@@ -119,8 +134,9 @@ class Staging:
 class Groups:
     """Tensors and the pieces of a flat vector that stand for them, for operations on many at once.
 
-    On an accelerator those without gaps come first, as flat ones: one pair whose strides differ (a convolution in
-    channels-last order) would have all others worked on one by one. Made again only when a tensor has moved.
+    On an accelerator those without gaps come first, as flat ones: one pair whose strides differ (a
+    convolution in channels-last order) would have all others worked on one by one. Made again only
+    when a tensor has moved.
     """
 
     def __init__(self, views: list[torch.Tensor]) -> None:
@@ -128,27 +144,36 @@ class Groups:
         self._key: tuple[int, ...] = ()
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    def of(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """Lists of tensors and of their views, as many as there are groups."""
         if not self._views or self._views[0].device.type == "cpu":
             return [(list(tensors), self._views)]
         key = tuple(tensor.data_ptr() for tensor in tensors)
         if key != self._key:
-            pairs = [(tensor.detach(), view) for tensor, view in zip(tensors, self._views, strict=True)]
+            pairs = [
+                (tensor.detach(), view) for tensor, view in zip(tensors, self._views, strict=True)
+            ]
             flat = [(a.view(-1), b.view(-1)) for a, b in pairs if a.is_contiguous()]
             rest = [(a, b) for a, b in pairs if not a.is_contiguous()]
-            self._groups = [([a for a, _ in group], [b for _, b in group]) for group in (flat, rest) if group]
+            self._groups = [
+                ([a for a, _ in group], [b for _, b in group]) for group in (flat, rest) if group
+            ]
             self._key = key
         return self._groups
 
 
 class Image:
-    """One flat vector over tensors of some shapes: `near` where they are, `host` where communication works on it.
+    """One flat vector over tensors of some shapes: `near` where they are, `host` where
+    communication works on it.
 
     On a CPU both are the same memory.
     """
 
-    def __init__(self, like: list[torch.Tensor], dtype: torch.dtype, padded: int, staging: Staging) -> None:
+    def __init__(
+        self, like: list[torch.Tensor], dtype: torch.dtype, padded: int, staging: Staging
+    ) -> None:
         self.near = staging.near(padded, dtype)
         self.host = staging.host(padded, dtype) if staging.remote else self.near
         sizes = [tensor.numel() for tensor in like]
@@ -158,7 +183,9 @@ class Image:
 
     @torch.no_grad()
     def pack(self, tensors: list[torch.Tensor]) -> None:
-        """near <- tensors, on the current stream: a copy inside the device costs microseconds, and the tensors may change."""
+        """near <- tensors, on the current stream: a copy inside the device costs microseconds,
+        and the tensors may change.
+        """
         for these, views in self.groups.of(tensors):
             torch._foreach_copy_(views, these)
 
@@ -166,9 +193,12 @@ class Image:
     def pack_row(self, tensors: list[torch.Tensor], row: int, rows: int) -> None:
         """The same for one row of the vector cut into so many."""
         wanted = self.row(row, rows)
-        begin, targets, sources = 0, [], []
+        begin = 0
+        targets = []
+        sources = []
         for view, tensor in zip(self.views, tensors, strict=True):
-            first, last = max(wanted.start - begin, 0), min(wanted.stop - begin, view.numel())
+            first = max(wanted.start - begin, 0)
+            last = min(wanted.stop - begin, view.numel())
             begin += view.numel()
             if first == 0 and last == view.numel():
                 targets.append(view)

@@ -20,7 +20,8 @@ PADDING = -100
 class Batch:
     """`frames` [batch, longest, features]; lengths on the CPU, where cuDNN and CTC want them.
 
-    `targets` are the transcripts' units one after another, or [batch, longest] frame labels, PADDING past the end.
+    `targets` are the transcripts' units one after another, or [batch, longest] frame labels,
+    PADDING past the end.
     """
 
     frames: Tensor
@@ -37,7 +38,9 @@ def collate(
     stack: int,
     device: torch.device,
 ) -> Batch:
-    """Stack and pad; `units` for CTC, `labels` for frame cross-entropy (a stacked frame has its middle frame's)."""
+    """Stack and pad; `units` for CTC, `labels` for frame cross-entropy (a stacked frame has its
+    middle frame's).
+    """
     stacked = [features.stack(f, stack) for f in frames]
     lengths = torch.tensor([len(f) for f in stacked])
     padded = np.zeros((len(stacked), int(lengths.max()), stacked[0].shape[1]), np.float32)

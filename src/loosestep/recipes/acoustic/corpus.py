@@ -1,4 +1,6 @@
-"""What every source of speech gives: utterances with features, a transcript and perhaps a label for every frame."""
+"""What every source of speech gives: utterances with features, a transcript and perhaps a label
+for every frame.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Normalisation = Literal["utterance", "speaker", "none"]
 
 @dataclass(frozen=True)
 class Utterance:
-    """`source` is the file to name when something is wrong with it; `labels` holds one class for each frame."""
+    """`source` is the file to name when something is wrong with it; `labels` holds one class for
+    each frame.
+    """
 
     name: str
     speaker: str
@@ -32,7 +36,9 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Utterances to learn from and utterances to be judged by. `bins`: mel bins; 0 if the features are no spectrum."""
+    """Utterances to learn from and utterances to be judged by. `bins`: mel bins; 0 if the
+    features are no spectrum.
+    """
 
     name: str
     train: tuple[Utterance, ...]
@@ -51,9 +57,13 @@ def prepare(corpus: Corpus, *, deltas: bool, normalisation: Normalisation) -> Co
     def prepared(utterances: Sequence[Utterance]) -> tuple[Utterance, ...]:
         frames = [features.with_deltas(u.frames) if deltas else u.frames for u in utterances]
         for group in _groups(utterances, normalisation):
-            for i, normal in zip(group, features.normalise([frames[i] for i in group]), strict=True):
+            for i, normal in zip(
+                group, features.normalise([frames[i] for i in group]), strict=True
+            ):
                 frames[i] = normal
-        return tuple(dataclasses.replace(u, frames=f) for u, f in zip(utterances, frames, strict=True))
+        return tuple(
+            dataclasses.replace(u, frames=f) for u, f in zip(utterances, frames, strict=True)
+        )
 
     return dataclasses.replace(corpus, train=prepared(corpus.train), test=prepared(corpus.test))
 

@@ -10,7 +10,9 @@ from ..errors import RecipeError
 
 
 def greedy(scores: Tensor, lengths: Tensor) -> list[list[int]]:
-    """The best unit of every frame, repetitions merged, blanks (0) dropped. `scores`: [batch, frames, units]."""
+    """The best unit of every frame, repetitions merged, blanks (0) dropped. `scores`: [batch,
+    frames, units].
+    """
     best = scores.argmax(dim=-1).tolist()
     return [collapse(row[:length]) for row, length in zip(best, lengths.tolist(), strict=True)]
 
@@ -22,11 +24,15 @@ def collapse(path: Sequence[int]) -> list[int]:
 
 
 def error_rates(expected: Sequence[str], found: Sequence[str]) -> dict[str, float]:
-    """Word and character error rate: (substitutions + deletions + insertions) / length, over all texts together."""
+    """Word and character error rate: (substitutions + deletions + insertions) / length, over all
+    texts together.
+    """
     try:
         import jiwer
     except ImportError as problem:
-        raise RecipeError("word error rates need jiwer: pip install 'loosestep[speech]'") from problem
+        raise RecipeError(
+            "word error rates need jiwer: pip install 'loosestep[speech]'"
+        ) from problem
     words = jiwer.process_words(list(expected), list(found))
     letters = jiwer.process_characters(list(expected), list(found))
     return {"wer": float(words.wer), "cer": float(letters.cer)}

@@ -1,11 +1,11 @@
 """Speech synthesis by espeak-ng, in a process of its own: `python espeak.py < jobs.json > speech`.
 
-The library keeps hidden state: the same text sounds a little different the second time. A fresh process with a fixed
-seed that is given the same jobs in the same order gives the same samples. It imports nothing of loosestep, so that it
-starts quickly.
+The library keeps hidden state: the same text sounds a little different the second time. A fresh
+process with a fixed seed that is given the same jobs in the same order gives the same samples. It
+imports nothing of loosestep, so that it starts quickly.
 
-In:   a JSON list of [text, voice, words per minute, pitch]
-Out:  the rate (4 bytes, little endian); then for each job the number of samples, the samples (int16),
+In:   a JSON list of [text, voice, words per minute, pitch] Out:  the rate (4 bytes, little endian);
+then for each job the number of samples, the samples (int16),
       the number of bytes of JSON, and the phonemes as JSON [[first sample, name], ...]
 """
 
@@ -18,10 +18,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_RETRIEVAL, _PHONEME_EVENTS, _DO_NOT_EXIT = 2, 0x0001, 0x8000
-_RATE, _PITCH = 1, 3
-_UTF8, _PHONEME_INPUT = 1, 0x100
-_EVENT_END, _EVENT_PHONEME = 0, 7
+_RETRIEVAL = 2
+_PHONEME_EVENTS = 0x0001
+_DO_NOT_EXIT = 0x8000
+_RATE = 1
+_PITCH = 3
+_UTF8 = 1
+_PHONEME_INPUT = 0x100
+_EVENT_END = 0
+_EVENT_PHONEME = 7
 
 
 class _EventId(ctypes.Union):
@@ -41,7 +46,9 @@ class _Event(ctypes.Structure):
     ]
 
 
-_Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event))
+_Callback = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event)
+)
 
 
 class Synthesiser:
@@ -52,9 +59,13 @@ class Synthesiser:
 
         self._library = ctypes.CDLL(espeakng_loader.get_library_path())
         data = espeakng_loader.get_data_path().encode()
-        self.rate = int(self._library.espeak_Initialize(_RETRIEVAL, 0, data, _PHONEME_EVENTS | _DO_NOT_EXIT))
+        self.rate = int(
+            self._library.espeak_Initialize(_RETRIEVAL, 0, data, _PHONEME_EVENTS | _DO_NOT_EXIT)
+        )
         if self.rate <= 0:
-            raise RuntimeError(f"espeak-ng could not be initialised with its data at {data.decode()}")
+            raise RuntimeError(
+                f"espeak-ng could not be initialised with its data at {data.decode()}"
+            )
         self._variants = Path(data.decode()) / "voices" / "!v"
         self._library.espeak_ng_SetRandSeed.argtypes = [ctypes.c_long]
         self._library.espeak_ng_SetRandSeed(1)  # otherwise the time of day
@@ -67,17 +78,24 @@ class Synthesiser:
             ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p,
         ]  # fmt: skip
 
-    def say(self, text: str, voice: str, speed: int, pitch: int) -> tuple[bytes, list[tuple[int, str]]]:
+    def say(
+        self, text: str, voice: str, speed: int, pitch: int
+    ) -> tuple[bytes, list[tuple[int, str]]]:
         self._samples.clear()
         self._phonemes.clear()
         _, plus, variant = voice.partition("+")
-        if plus and not (self._variants / variant).is_file():  # espeak-ng would quietly speak without it
+        # espeak-ng would quietly speak without it
+        if plus and not (self._variants / variant).is_file():
             raise RuntimeError(f"espeak-ng: there is no voice {voice}")
-        self._check(self._library.espeak_SetVoiceByName(voice.encode()), f"there is no voice {voice}")
+        self._check(
+            self._library.espeak_SetVoiceByName(voice.encode()), f"there is no voice {voice}"
+        )
         self._library.espeak_SetParameter(_RATE, speed, 0)
         self._library.espeak_SetParameter(_PITCH, pitch, 0)
         data = text.encode() + b"\0"
-        status = self._library.espeak_Synth(data, len(data), 0, 1, 0, _UTF8 | _PHONEME_INPUT, None, None)
+        status = self._library.espeak_Synth(
+            data, len(data), 0, 1, 0, _UTF8 | _PHONEME_INPUT, None, None
+        )
         self._check(status, f"{text!r} could not be spoken")
         self._check(self._library.espeak_Synchronize(), f"{text!r} could not be finished")
         return b"".join(self._samples), list(self._phonemes)
@@ -105,7 +123,9 @@ def main() -> None:
     for text, voice, speed, pitch in jobs:
         samples, phonemes = synthesiser.say(text, voice, speed, pitch)
         events = json.dumps(phonemes).encode()
-        out.write(struct.pack("<i", len(samples) // 2) + samples + struct.pack("<i", len(events)) + events)
+        out.write(
+            struct.pack("<i", len(samples) // 2) + samples + struct.pack("<i", len(events)) + events
+        )
     out.flush()
 
 

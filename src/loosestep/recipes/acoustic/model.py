@@ -1,4 +1,6 @@
-"""The acoustic model of the AD-PSGD papers: a deep bidirectional LSTM, a linear bottleneck, many outputs."""
+"""The acoustic model of the AD-PSGD papers: a deep bidirectional LSTM, a linear bottleneck, many
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +11,46 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 
 class AcousticModel(nn.Module):
-    """`layers` bidirectional LSTMs of `cells` per direction, `bottleneck` linear units (0: none), `outputs` scores.
+    """`layers` bidirectional LSTMs of `cells` per direction, `bottleneck` linear units (0: none),
+    `outputs` scores.
 
-    One nn.LSTM a layer rather than one for all: the same cuDNN kernels (a bidirectional layer cannot start before the
-    one below has ended), and dropout that follows torch's generator exactly.
+    One nn.LSTM a layer rather than one for all: the same cuDNN kernels (a bidirectional layer
+    cannot start before the one below has ended), and dropout that follows torch's generator
+    exactly.
     """
 
     def __init__(
-        self, inputs: int, *, layers: int, cells: int, bottleneck: int, outputs: int, dropout: float = 0.0
+        self,
+        inputs: int,
+        *,
+        layers: int,
+        cells: int,
+        bottleneck: int,
+        outputs: int,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         widths = [inputs] + [2 * cells] * (layers - 1)
-        self.lstms = nn.ModuleList(nn.LSTM(width, cells, batch_first=True, bidirectional=True) for width in widths)
+        self.lstms = nn.ModuleList(
+            nn.LSTM(width, cells, batch_first=True, bidirectional=True) for width in widths
+        )
         self.bottleneck = nn.Linear(2 * cells, bottleneck) if bottleneck else nn.Identity()
         self.output = nn.Linear(bottleneck or 2 * cells, outputs)
         self.dropout = dropout
         self._open_forget_gates(cells)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
-        """Scores [batch, frames, outputs] (0 past the end) of padded [batch, frames, inputs]; `lengths` on the CPU."""
+        """Scores [batch, frames, outputs] (0 past the end) of padded [batch, frames, inputs];
+        `lengths` on the CPU.
+        """
         packed = pack_padded_sequence(frames, lengths, batch_first=True, enforce_sorted=False)
         for lstm in self.lstms:
             packed, _ = lstm(packed)
             packed = self._drop(packed)
         scores = self.output(self.bottleneck(packed.data))
-        padded, _ = pad_packed_sequence(packed._replace(data=scores), batch_first=True, total_length=frames.shape[1])
+        padded, _ = pad_packed_sequence(
+            packed._replace(data=scores), batch_first=True, total_length=frames.shape[1]
+        )
         return padded
 
     def _drop(self, packed: PackedSequence) -> PackedSequence:
@@ -50,7 +67,9 @@ class AcousticModel(nn.Module):
 
 
 def ctc_loss(scores: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
-    """CTC per unit of the transcript, averaged over the batch. An utterance too short for its text counts as 0."""
+    """CTC per unit of the transcript, averaged over the batch. An utterance too short for its
+    text counts as 0.
+    """
     log_probabilities = F.log_softmax(scores.float(), dim=-1).transpose(0, 1)
     return F.ctc_loss(log_probabilities, targets, lengths, target_lengths, zero_infinity=True)
 

@@ -41,18 +41,24 @@ from .synth import Speech, synthesise
 class AcousticOptions:
     """What `--set` can change."""
 
-    preset: str = option("small", "size of the model and how long it is trained", ("tiny", "small", "paper"))
+    preset: str = option(
+        "small", "size of the model and how long it is trained", ("tiny", "small", "paper")
+    )
     layers: int = option(3, "bidirectional LSTM layers")
     cells: int = option(256, "cells per layer and direction")
     bottleneck: int = option(0, "linear units before the output, 0 for none")
     outputs: int = option(0, "output classes, 0 for as many as the labels need")
     dropout: float = option(0.2, "after every LSTM layer")
     loss: str = option("ctc", "transcripts, or a class for every frame", ("ctc", "frames"))
-    units: str = option("characters", "what CTC writes: letters, or frequent words whole", ("characters", "pieces"))
+    units: str = option(
+        "characters", "what CTC writes: letters, or frequent words whole", ("characters", "pieces")
+    )
     batch: int = option(16, "utterances per gradient")
     stack: int = option(3, "neighbouring frames taken as one")
     deltas: bool = option(True, "append first and second time derivatives")
-    normalise: str = option("speaker", "zero mean, unit variance over", ("utterance", "speaker", "none"))
+    normalise: str = option(
+        "speaker", "zero mean, unit variance over", ("utterance", "speaker", "none")
+    )
     noise: float = option(0.3, "standard deviation of Gaussian noise on the normalised features")
     speed: float = option(0.1, "training speech is this fraction slower to faster")
     time_masks: int = option(2, "stretches of time blanked out in training")
@@ -71,22 +77,62 @@ class AcousticOptions:
     epochs: float = option(60.0, "how long to train when nothing else is said")
 
     def __post_init__(self) -> None:
-        for name in ("layers", "cells", "batch", "stack", "utterances", "test_utterances", "rate", "cepstra"):
-            require(getattr(self, name) >= 1, f"option {name} must be at least 1, got {getattr(self, name)}")
-        for name in ("bottleneck", "outputs", "noise", "time_masks", "time_width", "bin_masks", "bin_width"):
-            require(getattr(self, name) >= 0, f"option {name} must be at least 0, got {getattr(self, name)}")
+        for name in (
+            "layers",
+            "cells",
+            "batch",
+            "stack",
+            "utterances",
+            "test_utterances",
+            "rate",
+            "cepstra",
+        ):
+            require(
+                getattr(self, name) >= 1,
+                f"option {name} must be at least 1, got {getattr(self, name)}",
+            )
+        for name in (
+            "bottleneck",
+            "outputs",
+            "noise",
+            "time_masks",
+            "time_width",
+            "bin_masks",
+            "bin_width",
+        ):
+            require(
+                getattr(self, name) >= 0,
+                f"option {name} must be at least 0, got {getattr(self, name)}",
+            )
         for name in ("dropout", "speed"):
-            require(0.0 <= getattr(self, name) < 1.0, f"option {name} must be in [0, 1), got {getattr(self, name)}")
+            require(
+                0.0 <= getattr(self, name) < 1.0,
+                f"option {name} must be in [0, 1), got {getattr(self, name)}",
+            )
         for name in ("lr", "epochs"):
-            require(getattr(self, name) > 0, f"option {name} must be positive, got {getattr(self, name)}")
+            require(
+                getattr(self, name) > 0,
+                f"option {name} must be positive, got {getattr(self, name)}",
+            )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {"layers": 2, "cells": 64, "dropout": 0.1, "noise": 0.1, "time_masks": 0, "bin_masks": 0, "lr": 8e-3,
-             "batch": 8, "epochs": 16.0, "utterances": 500, "test_utterances": 100},
+    "tiny": {
+        "layers": 2,
+        "cells": 64,
+        "dropout": 0.1,
+        "noise": 0.1,
+        "time_masks": 0,
+        "bin_masks": 0,
+        "lr": 8e-3,
+        "batch": 8,
+        "epochs": 16.0,
+        "utterances": 500,
+        "test_utterances": 100,
+    },
     "small": {},
     "paper": {"layers": 6, "cells": 512, "bottleneck": 256, "outputs": 32000, "lr": 1e-3},
-}  # fmt: skip
+}
 
 
 class AcousticRecipe:
@@ -112,42 +158,64 @@ class AcousticRecipe:
             corpus = synthesise(speech, cache_folder(), progress)
         else:
             corpus = read_folder(
-                Path(data), rate=chosen.rate, cepstra=chosen.cepstra, aligned=aligned, progress=progress
+                Path(data),
+                rate=chosen.rate,
+                cepstra=chosen.cepstra,
+                aligned=aligned,
+                progress=progress,
             )
         return AcousticTask(chosen, corpus, seed=seed, device=torch.device(device))
 
 
 class AcousticTask(Task[Batch]):
-    """Speech to text by CTC (judged by word error rate), or frame classification (by frame error rate)."""
+    """Speech to text by CTC (judged by word error rate), or frame classification (by frame error
+    rate).
+    """
 
     name = "acoustic"
 
-    def __init__(self, options: AcousticOptions, corpus: Corpus, *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, options: AcousticOptions, corpus: Corpus, *, seed: int, device: torch.device
+    ) -> None:
         self.options = options
         self.seed = seed
         self.device = device
         self.corpus = prepare(corpus, deltas=options.deltas, normalisation=options.normalise)  # type: ignore[arg-type]
         self.quality = Quality("wer" if options.loss == "ctc" else "fer", "lower")
         self.training = Training(
-            optimizer=options.optimizer, lr=options.lr, momentum=options.momentum,  # type: ignore[arg-type]
-            weight_decay=options.weight_decay, clip=5.0, schedule=options.schedule, epochs=options.epochs,
-        )  # fmt: skip
+            optimizer=options.optimizer,  # type: ignore[arg-type]
+            lr=options.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+            clip=5.0,
+            schedule=options.schedule,
+            epochs=options.epochs,
+        )
         lengths = [len(u.frames) for u in corpus.train]
         self.order = Order(len(lengths), batch=options.batch, seed=seed, lengths=lengths)
         self.units = self._choose_units()
         self._texts = {u.name: self.units.encode(u.text) for u in (*corpus.train, *corpus.test)}
         self.outputs = self._count_outputs()
         self._augment = Augmentation(
-            speed=options.speed, time_masks=options.time_masks, time_width=options.time_width,
-            bin_masks=options.bin_masks, bin_width=options.bin_width, bins=corpus.bins, phase=options.stack,
-        )  # fmt: skip
+            speed=options.speed,
+            time_masks=options.time_masks,
+            time_width=options.time_width,
+            bin_masks=options.bin_masks,
+            bin_width=options.bin_width,
+            bins=corpus.bins,
+            phase=options.stack,
+        )
 
     def build_model(self) -> AcousticModel:
         inputs = self.corpus.train[0].frames.shape[1] * self.options.stack
         return AcousticModel(
-            inputs, layers=self.options.layers, cells=self.options.cells, bottleneck=self.options.bottleneck,
-            outputs=self.outputs, dropout=self.options.dropout,
-        )  # fmt: skip
+            inputs,
+            layers=self.options.layers,
+            cells=self.options.cells,
+            bottleneck=self.options.bottleneck,
+            outputs=self.outputs,
+            dropout=self.options.dropout,
+        )
 
     def load(self, number: int) -> Batch:
         draw = np.random.default_rng(mix(self.seed, "augment", number))
@@ -159,9 +227,14 @@ class AcousticTask(Task[Batch]):
         return self._loss(model(frames, batch.lengths), batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """`wer`, `cer` and `loss`, or `fer` (the fraction of frames in the wrong class) and `loss`."""
+        """`wer`, `cer` and `loss`, or `fer` (the fraction of frames in the wrong class) and
+        `loss`.
+        """
         utterances = self.corpus.test
-        total, wrong, frames, found = 0.0, 0, 0, []
+        total = 0.0
+        wrong = 0
+        frames = 0
+        found = []
         for batch, scores in self._answers(model, utterances):
             total += float(self._loss(scores, batch)) * len(batch.lengths)
             if self.options.loss == "frames":
@@ -170,14 +243,22 @@ class AcousticTask(Task[Batch]):
                 frames += int(counted.sum())
             else:
                 found += self._write(scores, batch)
-        rates = decode.error_rates([u.text for u in utterances], found) if found else {"fer": wrong / frames}
+        rates = (
+            decode.error_rates([u.text for u in utterances], found)
+            if found
+            else {"fer": wrong / frames}
+        )
         return {**rates, "loss": total / len(utterances)}
 
     def examples(self, model: nn.Module, count: int = 10) -> list[Example]:
         if self.options.loss == "frames":
             return []
         utterances = self.corpus.test[:: max(1, len(self.corpus.test) // count)][:count]
-        found = [text for batch, scores in self._answers(model, utterances) for text in self._write(scores, batch)]
+        found = [
+            text
+            for batch, scores in self._answers(model, utterances)
+            for text in self._write(scores, batch)
+        ]
         return [Example(u.name, u.text, text) for u, text in zip(utterances, found, strict=True)]
 
     def describe(self) -> dict[str, str | int | float]:
@@ -210,7 +291,9 @@ class AcousticTask(Task[Batch]):
     def _answers(
         self, model: nn.Module, utterances: Sequence[Utterance], size: int = 32
     ) -> Iterator[tuple[Batch, Tensor]]:
-        """Batches with the model's scores, in the order of the utterances, one at a time (32,000 outputs are large)."""
+        """Batches with the model's scores, in the order of the utterances, one at a time (32,000
+        outputs are large).
+        """
         training = model.training
         model.eval()
         try:
@@ -242,13 +325,15 @@ class AcousticTask(Task[Batch]):
             check_labels(every, known)
             return known
         if given and given < len(self.units):
-            raise RecipeError(f"option outputs must be at least {len(self.units)} for these labels, got {given}")
+            raise RecipeError(
+                f"option outputs must be at least {len(self.units)} for these labels, got {given}"
+            )
         for utterance in every:
             frames = -(-len(utterance.frames) // self.options.stack)
             needed = units.needed_frames(self._texts[utterance.name])
             if frames < needed:
                 raise RecipeError(
-                    f"{utterance.source} is too short for its transcript: {frames} frames after stacking, CTC needs "
-                    f"{needed}; lower stack, or remove it"
+                    f"{utterance.source} is too short for its transcript: {frames} frames after "
+                    f"stacking, CTC needs {needed}; lower stack, or remove it"
                 )
         return given or len(self.units)

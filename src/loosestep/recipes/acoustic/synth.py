@@ -1,7 +1,8 @@
 """The embedded corpus: spelled and spoken alphanumerics, synthesised offline and kept in a cache.
 
-In the manner of AN4: names and addresses spelled, numbers, dates, a few commands; many voices, speeds and pitches,
-noise on top. The voices of the test set are not heard in training. The same arguments always give the same corpus.
+In the manner of AN4: names and addresses spelled, numbers, dates, a few commands; many voices,
+speeds and pitches, noise on top. The voices of the test set are not heard in training. The same
+arguments always give the same corpus.
 """
 
 from __future__ import annotations
@@ -38,21 +39,25 @@ def _each(words: str) -> tuple[str, ...]:
 
 
 TRAIN_VOICES = _each(
-    "f1 f3 f4 f5 m1 m2 m4 m5 m6 m8 Alex Alicia Andrea Andy Denis Gene Hugo Jacky Lee Mario Mike Reed "
-    "adam benjamin caleb david ed edward linda max rob robert steph travis zac"
+    "f1 f3 f4 f5 m1 m2 m4 m5 m6 m8 Alex Alicia Andrea Andy Denis Gene Hugo Jacky Lee Mario Mike "
+    "Reed adam benjamin caleb david ed edward linda max rob robert steph travis zac"
 )
 TEST_VOICES = _each("f2 m3 m7 Annie Michael belinda paul victor")
 
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 DIGITS = _each("ZERO ONE TWO THREE FOUR FIVE SIX SEVEN EIGHT NINE")
 TENS = _each("TWENTY THIRTY FORTY FIFTY SIXTY SEVENTY EIGHTY NINETY")
-MONTHS = _each("JANUARY FEBRUARY MARCH APRIL MAY JUNE JULY AUGUST SEPTEMBER OCTOBER NOVEMBER DECEMBER")
+MONTHS = _each(
+    "JANUARY FEBRUARY MARCH APRIL MAY JUNE JULY AUGUST SEPTEMBER OCTOBER NOVEMBER DECEMBER"
+)
 COMMANDS = _each("YES NO GO STOP HELP START ENTER ERASE REPEAT RUBOUT")
 
 
 @dataclass(frozen=True)
 class Speech:
-    """How much, and how noisy: the signal-to-noise ratio is drawn between the two bounds (in dB)."""
+    """How much, and how noisy: the signal-to-noise ratio is drawn between the two bounds (in
+    dB).
+    """
 
     train: int = 600
     test: int = 120
@@ -63,7 +68,9 @@ class Speech:
     def __post_init__(self) -> None:
         for name in ("train", "test"):
             if getattr(self, name) < 1:
-                raise RecipeError(f"{name} utterances must be at least 1, got {getattr(self, name)}")
+                raise RecipeError(
+                    f"{name} utterances must be at least 1, got {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -98,19 +105,25 @@ def _installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError as problem:
         raise RecipeError(
-            f"synthesised speech needs {package}: pip install 'loosestep[speech]', or give a data folder"
+            f"synthesised speech needs {package}: pip install 'loosestep[speech]', or give a data "
+            "folder"
         ) from problem
 
 
-# ---------------------------------------------------------------------------------------------------------- writing
+# --------------------------------------------------------------------------------------------------
+# writing
 
 
 def _make(speech: Speech, progress: Progress) -> dict[str, Any]:
     draw = np.random.default_rng(mix(speech.seed, "speech"))
     lines = [_line(draw, TRAIN_VOICES, speech) for _ in range(speech.train)]
     lines += [_line(draw, TEST_VOICES, speech) for _ in range(speech.test)]
-    frames, labels, names = [], [], {"": 0}
-    for done, (line, (samples, rate, phonemes)) in enumerate(zip(lines, _speak(lines), strict=True)):
+    frames = []
+    labels = []
+    names = {"": 0}
+    for done, (line, (samples, rate, phonemes)) in enumerate(
+        zip(lines, _speak(lines), strict=True)
+    ):
         progress("synthesising speech", done, len(lines))
         energies = log_mel(_with_noise(samples, line.noise, draw), rate)
         frames.append(energies)
@@ -128,13 +141,19 @@ def _make(speech: Speech, progress: Progress) -> dict[str, Any]:
 
 def _from_state(state: dict[str, Any], speech: Speech) -> Corpus:
     ends = np.cumsum(state["lengths"])[:-1]
-    frames, labels = np.split(state["frames"].numpy(), ends), np.split(state["labels"].numpy(), ends)
+    frames = np.split(state["frames"].numpy(), ends)
+    labels = np.split(state["labels"].numpy(), ends)
     utterances = [
         Utterance(f"speech-{i:05d}", voice, text, f, f"synthesised utterance {i} ({text})", label)
-        for i, (voice, text, f, label) in enumerate(zip(state["voices"], state["texts"], frames, labels, strict=True))
+        for i, (voice, text, f, label) in enumerate(
+            zip(state["voices"], state["texts"], frames, labels, strict=True)
+        )
     ]
-    train, test = tuple(utterances[: speech.train]), tuple(utterances[speech.train :])
-    return Corpus("synthesised speech", train, test, bins=BINS, label_names=tuple(state["phonemes"]))
+    train = tuple(utterances[: speech.train])
+    test = tuple(utterances[speech.train :])
+    return Corpus(
+        "synthesised speech", train, test, bins=BINS, label_names=tuple(state["phonemes"])
+    )
 
 
 def _line(draw: np.random.Generator, voices: tuple[str, ...], speech: Speech) -> _Line:
@@ -167,14 +186,19 @@ def _words(draw: np.random.Generator) -> list[str]:
     return [*some(COMMANDS, 1, 1), *some(LETTERS, 0, 2)]
 
 
-# --------------------------------------------------------------------------------------------------------- speaking
+# --------------------------------------------------------------------------------------------------
+# speaking
 
 
 def _speak(lines: list[_Line]) -> Iterator[tuple[NDArray[np.float32], int, list[tuple[int, str]]]]:
-    """Samples, rate and phonemes of every line, from a fresh synthesiser (see espeak.py for why)."""
+    """Samples, rate and phonemes of every line, from a fresh synthesiser (see espeak.py for
+    why).
+    """
     jobs = [(_spoken(line.text), line.voice, line.speed, line.pitch) for line in lines]
     command = [sys.executable, str(Path(__file__).with_name("espeak.py"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -183,20 +207,27 @@ def _speak(lines: list[_Line]) -> Iterator[tuple[NDArray[np.float32], int, list[
             process.stdin.close()
             rate = _number(process.stdout)
             for _ in lines:
-                samples = np.frombuffer(_exactly(process.stdout, 2 * _number(process.stdout)), "<i2")
+                samples = np.frombuffer(
+                    _exactly(process.stdout, 2 * _number(process.stdout)), "<i2"
+                )
                 phonemes = json.loads(_exactly(process.stdout, _number(process.stdout)))
                 yield samples.astype(np.float32) / 32768.0, rate, phonemes
         except (EOFError, BrokenPipeError) as problem:
             said = process.stderr.read().decode(errors="replace").strip().splitlines()
             reason = said[-1] if said else f"exit status {process.wait()}"
-            raise RecipeError(f"speech synthesis failed: {reason}; give a data folder instead") from problem
+            raise RecipeError(
+                f"speech synthesis failed: {reason}; give a data folder instead"
+            ) from problem
         finally:
             process.kill()
 
 
 def _spoken(text: str) -> str:
     """The letter A alone would be read as the article."""
-    return " ".join("[[eI]]" if word == "A" else word if len(word) == 1 else word.lower() for word in text.split())
+    return " ".join(
+        "[[eI]]" if word == "A" else word if len(word) == 1 else word.lower()
+        for word in text.split()
+    )
 
 
 def _number(stream: IO[bytes]) -> int:
@@ -210,8 +241,12 @@ def _exactly(stream: IO[bytes], count: int) -> bytes:
     return data
 
 
-def _with_noise(samples: NDArray[np.float32], decibels: float, draw: np.random.Generator) -> NDArray[np.float32]:
-    """Noise between white and pink, `decibels` below the speech; espeak's full scale is brought down to make room."""
+def _with_noise(
+    samples: NDArray[np.float32], decibels: float, draw: np.random.Generator
+) -> NDArray[np.float32]:
+    """Noise between white and pink, `decibels` below the speech; espeak's full scale is brought
+    down to make room.
+    """
     size = 1 << len(samples).bit_length()  # a power of two: other sizes take several times as long
     spectrum = np.fft.rfft(draw.standard_normal(size))
     spectrum /= np.maximum(np.arange(len(spectrum)), 1.0) ** draw.uniform(0.0, 0.5)
@@ -221,7 +256,9 @@ def _with_noise(samples: NDArray[np.float32], decibels: float, draw: np.random.G
     return np.asarray(0.5 * (samples + noise), np.float32)
 
 
-def _align(phonemes: list[tuple[int, str]], frames: int, rate: int, names: dict[str, int]) -> Labels:
+def _align(
+    phonemes: list[tuple[int, str]], frames: int, rate: int, names: dict[str, int]
+) -> Labels:
     """The phoneme at the middle of every frame; stress marks dropped, pauses are class 0."""
     middles = (np.arange(frames) * 0.010 + 0.0125) * rate
     classes = [names.setdefault(name.strip("',%=_:|"), len(names)) for _, name in phonemes]

@@ -1,4 +1,6 @@
-"""What a CTC model writes: characters, or pieces (frequent words whole, the rest spelled). Unit 0 is the blank."""
+"""What a CTC model writes: characters, or pieces (frequent words whole, the rest spelled). Unit
+0 is the blank.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class Units:
 
     def _pieces(self, word: str, index: dict[str, int]) -> list[int]:
         whole = START + word
-        return [index[whole]] if whole in index else [index[whole[:2]], *(index[character] for character in word[1:])]
+        return (
+            [index[whole]]
+            if whole in index
+            else [index[whole[:2]], *(index[character] for character in word[1:])]
+        )
 
     def decode(self, units: Iterable[int]) -> str:
         text = "".join(self.symbols[unit] for unit in units)
@@ -48,13 +54,16 @@ def characters(alphabet: str = ALPHABET) -> Units:
 def pieces(texts: Iterable[str], *, alphabet: str = ALPHABET, at_least: int = 10) -> Units:
     """Words seen `at_least` times are units of their own; every other word can still be spelled.
 
-    A spelled letter and the same letter inside a word sound nothing alike ("W", "WHY"): with pieces the model need
-    not learn the spelling of the words it hears all the time.
+    A spelled letter and the same letter inside a word sound nothing alike ("W", "WHY"): with pieces
+    the model need not learn the spelling of the words it hears all the time.
     """
     counts = Counter(word for text in texts for word in text.split())
     letters = [character for character in alphabet if character != " "]
     words = sorted(word for word, count in counts.items() if count >= at_least and len(word) > 1)
-    return Units("pieces", ("", *(START + letter for letter in letters), *letters, *(START + word for word in words)))
+    return Units(
+        "pieces",
+        ("", *(START + letter for letter in letters), *letters, *(START + word for word in words)),
+    )
 
 
 def normalise(text: str) -> str:

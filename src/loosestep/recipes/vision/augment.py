@@ -8,12 +8,16 @@ from torch import Tensor
 
 
 def random_crop(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Shift every image [batch, channels, height, width] by up to `padding` pixels each way, edges repeated."""
+    """Shift every image [batch, channels, height, width] by up to `padding` pixels each way,
+    edges repeated.
+    """
     if padding == 0:
         return images
     batch, _, height, width = images.shape
     padded = F.pad(images.float(), (padding,) * 4, mode="replicate").to(images.dtype)
-    down, right = torch.randint(0, 2 * padding + 1, (2, batch, 1), generator=generator).to(images.device)
+    down, right = torch.randint(0, 2 * padding + 1, (2, batch, 1), generator=generator).to(
+        images.device
+    )
     rows = down + torch.arange(height, device=images.device)
     columns = right + torch.arange(width, device=images.device)
     which = torch.arange(batch, device=images.device)[:, None, None]

@@ -65,23 +65,36 @@ def digits(size: int = 8) -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError as problem:
-        raise RecipeError("the digits need scikit-learn: pip install 'loosestep[vision]', or give data") from problem
+        raise RecipeError(
+            "the digits need scikit-learn: pip install 'loosestep[vision]', or give data"
+        ) from problem
     found = load_digits()
     images = torch.from_numpy((found.images * (255.0 / 16.0)).round().astype(np.uint8))[:, None]
     if size != images.shape[-1]:
-        images = F.interpolate(images.float(), (size, size), mode="bilinear", antialias=True).round().byte()
+        images = (
+            F.interpolate(images.float(), (size, size), mode="bilinear", antialias=True)
+            .round()
+            .byte()
+        )
     labels = torch.from_numpy(found.target.astype(np.int64))
     test = torch.arange(len(images)) % 5 == 0
     return Dataset(
-        "digits", Pictures(images[~test], labels[~test]), Pictures(images[test], labels[test]), tuple("0123456789")
+        "digits",
+        Pictures(images[~test], labels[~test]),
+        Pictures(images[test], labels[test]),
+        tuple("0123456789"),
     )
 
 
 def read_images(path: Path, *, size: int, cache: Path, progress: Progress = no_progress) -> Dataset:
-    """The pictures in the folder or file `path`, as squares of `size` pixels; decoded once, then read from the cache."""
+    """The pictures in the folder or file `path`, as squares of `size` pixels; decoded once, then
+    read from the cache.
+    """
     if path.is_file():
         test_file = path.with_name("test.npz")
-        train, test, classes = _read_npzs(path, test_file if path.name == "train.npz" and test_file.exists() else None)
+        train, test, classes = _read_npzs(
+            path, test_file if path.name == "train.npz" and test_file.exists() else None
+        )
     elif not path.is_dir():
         raise RecipeError(f"data {path} does not exist")
     elif (path / "train.npz").exists():
@@ -89,29 +102,42 @@ def read_images(path: Path, *, size: int, cache: Path, progress: Progress = no_p
     else:
         train, test, classes = _read_folder(path)
     decoded = [
-        Pictures(_decoded(part, f"{path.name}/{name}", size, cache, progress), torch.tensor(part.labels))
+        Pictures(
+            _decoded(part, f"{path.name}/{name}", size, cache, progress), torch.tensor(part.labels)
+        )
         for part, name in ((train, "train"), (test, "test"))
     ]
     return Dataset(path.name, decoded[0], decoded[1], classes)
 
 
-# ---------------------------------------------------------------------------------------------- .npz of JPEG bytes
+# ----------------------------------------------------------------------------------------------
+# .npz of JPEG bytes
 
 
-def _read_npzs(train_file: Path, test_file: Path | None) -> tuple[_Encoded, _Encoded, tuple[str, ...]]:
-    """Of a file alone, the pictures whose digest says so are held out: always the same ones, and copies together."""
+def _read_npzs(
+    train_file: Path, test_file: Path | None
+) -> tuple[_Encoded, _Encoded, tuple[str, ...]]:
+    """Of a file alone, the pictures whose digest says so are held out: always the same ones, and
+    copies together.
+    """
     train, classes = _read_npz(train_file)
     if test_file is not None:
         test, test_classes = _read_npz(test_file)
         if test_classes != classes:
-            raise RecipeError(f"{test_file} has the classes {test_classes}, {train_file.name} has {classes}")
+            raise RecipeError(
+                f"{test_file} has the classes {test_classes}, {train_file.name} has {classes}"
+            )
         return train, test, classes
     held_out = [xxhash.xxh3_64_intdigest(train.read(i)) % 10 == 0 for i in range(len(train.labels))]
     if all(held_out) or not any(held_out):
         raise RecipeError(
-            f"{train_file} has too few pictures to hold out a tenth: put train.npz and test.npz in a folder"
+            f"{train_file} has too few pictures to hold out a tenth: put train.npz and test.npz "
+            "in a folder"
         )
-    parts = [_chosen(train, [i for i, test in enumerate(held_out) if test is wanted]) for wanted in (False, True)]
+    parts = [
+        _chosen(train, [i for i, test in enumerate(held_out) if test is wanted])
+        for wanted in (False, True)
+    ]
     return parts[0], parts[1], classes
 
 
@@ -127,19 +153,25 @@ def _chosen(encoded: _Encoded, which: Sequence[int]) -> _Encoded:
 def _read_npz(path: Path) -> tuple[_Encoded, tuple[str, ...]]:
     if path.suffix != ".npz":
         raise RecipeError(
-            f"{path} is not a .npz file; expected one with jpeg, offsets, labels and classes, or a folder"
+            f"{path} is not a .npz file; expected one with jpeg, offsets, labels and classes, or "
+            "a folder"
         )
     try:
-        with path.open("rb") as stream, zipfile.ZipFile(stream):  # opened here: numpy leaves a damaged file open
+        # opened here: numpy leaves a damaged file open
+        with path.open("rb") as stream, zipfile.ZipFile(stream):
             stream.seek(0)
             file = np.load(stream, allow_pickle=False)
-            jpeg, offsets, labels, classes = (file[key] for key in ("jpeg", "offsets", "labels", "classes"))
+            jpeg, offsets, labels, classes = (
+                file[key] for key in ("jpeg", "offsets", "labels", "classes")
+            )
     except OSError as problem:
         raise RecipeError(f"{path} cannot be read: {problem.strerror or problem}") from problem
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
         raise RecipeError(f"{path} is truncated or damaged: {problem}") from problem
     except KeyError as problem:
-        raise RecipeError(f"{path}: {problem.args[0]}; expected jpeg, offsets, labels and classes") from problem
+        raise RecipeError(
+            f"{path}: {problem.args[0]}; expected jpeg, offsets, labels and classes"
+        ) from problem
     _check_npz(path, jpeg, offsets, labels, len(classes))
     data = jpeg.tobytes()
     encoded = _Encoded(
@@ -151,24 +183,36 @@ def _read_npz(path: Path) -> tuple[_Encoded, tuple[str, ...]]:
     return encoded, tuple(str(name) for name in classes)
 
 
-def _check_npz(path: Path, jpeg: NDArray[Any], offsets: NDArray[Any], labels: NDArray[Any], classes: int) -> None:
+def _check_npz(
+    path: Path, jpeg: NDArray[Any], offsets: NDArray[Any], labels: NDArray[Any], classes: int
+) -> None:
     if len(labels) == 0:
         raise RecipeError(f"{path} holds no images")
     ordered = len(offsets) == len(labels) + 1 and (np.diff(offsets.astype(np.int64)) > 0).all()
     if not ordered or offsets[0] < 0 or offsets[-1] > len(jpeg):
-        raise RecipeError(f"{path}: offsets must be {len(labels) + 1} rising numbers from 0 to at most {len(jpeg)}")
+        raise RecipeError(
+            f"{path}: offsets must be {len(labels) + 1} rising numbers from 0 to at most "
+            f"{len(jpeg)}"
+        )
     if labels.min() < 0 or labels.max() >= classes:
         bad = int(np.flatnonzero((labels < 0) | (labels >= classes))[0])
-        raise RecipeError(f"{path}: label {labels[bad]} of image {bad} is out of range, expected 0..{classes - 1}")
+        raise RecipeError(
+            f"{path}: label {labels[bad]} of image {bad} is out of range, expected 0..{classes - 1}"
+        )
 
 
-# ---------------------------------------------------------------------------------------------- folders of pictures
+# ----------------------------------------------------------------------------------------------
+# folders of pictures
 
 
 def _read_folder(path: Path) -> tuple[_Encoded, _Encoded, tuple[str, ...]]:
-    """Of `CLASS/*` without train and test, the files whose digest says so are held out: always the same ones."""
+    """Of `CLASS/*` without train and test, the files whose digest says so are held out: always
+    the same ones.
+    """
     split = (path / "train").is_dir()
-    classes = tuple(sorted(p.name for p in (path / "train" if split else path).iterdir() if p.is_dir()))
+    classes = tuple(
+        sorted(p.name for p in (path / "train" if split else path).iterdir() if p.is_dir())
+    )
     if not classes:
         raise RecipeError(
             f"data folder {path} has no pictures: expected train/CLASS/*.png and test/CLASS/*.png, "
@@ -178,13 +222,18 @@ def _read_folder(path: Path) -> tuple[_Encoded, _Encoded, tuple[str, ...]]:
         parts = [_pictures_in(path / "train", classes), _pictures_in(path / "test", classes)]
     else:
         found = _pictures_in(path, classes)
-        held_out = [xxhash.xxh3_64_intdigest(str(f.relative_to(path)).encode()) % 10 == 0 for f, _ in found]
+        held_out = [
+            xxhash.xxh3_64_intdigest(str(f.relative_to(path)).encode()) % 10 == 0 for f, _ in found
+        ]
         parts = [
-            [pair for pair, test in zip(found, held_out, strict=True) if test is wanted] for wanted in (False, True)
+            [pair for pair, test in zip(found, held_out, strict=True) if test is wanted]
+            for wanted in (False, True)
         ]
     for part, name in zip(parts, ("train", "test"), strict=True):
         if not part:
-            raise RecipeError(f"data folder {path} leaves nothing to {name} on: expected {name}/CLASS/*.png")
+            raise RecipeError(
+                f"data folder {path} leaves nothing to {name} on: expected {name}/CLASS/*.png"
+            )
     return _encoded_files(parts[0]), _encoded_files(parts[1]), classes
 
 
@@ -208,7 +257,8 @@ def _encoded_files(files: Sequence[tuple[Path, int]]) -> _Encoded:
     )
 
 
-# --------------------------------------------------------------------------------------------------------- decoding
+# --------------------------------------------------------------------------------------------------
+# decoding
 
 
 def _decoded(encoded: _Encoded, name: str, size: int, cache: Path, progress: Progress) -> Tensor:
@@ -238,7 +288,10 @@ def _pixels(data: bytes, where: str, size: int) -> NDArray[np.uint8]:
     if picture.size != (size, size):
         width, height = picture.size
         side = min(width, height)
-        left, top = (width - side) // 2, (height - side) // 2
-        picture = picture.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BILINEAR)
+        left = (width - side) // 2
+        top = (height - side) // 2
+        picture = picture.crop((left, top, left + side, top + side)).resize(
+            (size, size), Image.Resampling.BILINEAR
+        )
     pixels = np.array(picture, np.uint8)
     return np.ascontiguousarray(pixels.transpose(2, 0, 1), np.uint8)

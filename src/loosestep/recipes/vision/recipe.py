@@ -34,9 +34,13 @@ from .resnet import ResNet, resnet
 
 @dataclass(frozen=True)
 class VisionOptions:
-    """What `--set` can change. The training settings are the DASO authors' unless said otherwise."""
+    """What `--set` can change. The training settings are the DASO authors' unless said
+    otherwise.
+    """
 
-    preset: str = option("digits", "defaults for the size of the problem", ("digits", "small", "paper"))
+    preset: str = option(
+        "digits", "defaults for the size of the problem", ("digits", "small", "paper")
+    )
     model: str = option("resnet20", "the network", ("resnet8", "resnet20", "resnet18", "resnet50"))
     width: float = option(1.0, "multiplies the channels")
     norm: str = option("group", "normalisation layers", ("group", "batch"))
@@ -52,16 +56,29 @@ class VisionOptions:
 
     def __post_init__(self) -> None:
         for name in ("batch", "size"):
-            require(getattr(self, name) >= 1, f"option {name} must be at least 1, got {getattr(self, name)}")
+            require(
+                getattr(self, name) >= 1,
+                f"option {name} must be at least 1, got {getattr(self, name)}",
+            )
         require(self.crop >= 0, f"option crop must be at least 0, got {self.crop}")
         for name in ("width", "lr", "epochs"):
-            require(getattr(self, name) > 0, f"option {name} must be positive, got {getattr(self, name)}")
+            require(
+                getattr(self, name) > 0,
+                f"option {name} must be positive, got {getattr(self, name)}",
+            )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "digits": {"width": 0.5, "size": 8, "crop": 0, "flip": False, "lr": 0.1, "epochs": 10.0},
     "small": {},
-    "paper": {"model": "resnet50", "norm": "batch", "size": 224, "crop": 16, "batch": 64, "epochs": 90.0},
+    "paper": {
+        "model": "resnet50",
+        "norm": "batch",
+        "size": 224,
+        "crop": 16,
+        "batch": 64,
+        "epochs": 90.0,
+    },
 }
 
 
@@ -80,13 +97,17 @@ class VisionRecipe:
         device: torch.device | str = "cpu",
         progress: Progress = no_progress,
     ) -> VisionTask:
-        """A task on the pictures in `data` (preset `small` unless said otherwise), or on the digits."""
+        """A task on the pictures in `data` (preset `small` unless said otherwise), or on the
+        digits.
+        """
         given = dict(options) if data is None else {"preset": "small", **options}
         chosen = parse_options(VisionOptions, given, PRESETS)
         if data is None:
             dataset = digits(chosen.size)
         else:
-            dataset = read_images(Path(data), size=chosen.size, cache=cache_folder(), progress=progress)
+            dataset = read_images(
+                Path(data), size=chosen.size, cache=cache_folder(), progress=progress
+            )
         return VisionTask(chosen, dataset, seed=seed, device=torch.device(device))
 
 
@@ -96,15 +117,21 @@ class VisionTask(Task[Pictures]):
     name = "vision"
     quality = Quality("accuracy", "higher")
 
-    def __init__(self, options: VisionOptions, dataset: Dataset, *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, options: VisionOptions, dataset: Dataset, *, seed: int, device: torch.device
+    ) -> None:
         self.options = options
         self.seed = seed
         self.device = device
         self.dataset = dataset
         self.training = Training(
-            optimizer="sgd", lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay,
-            schedule=options.schedule, epochs=options.epochs,
-        )  # fmt: skip
+            optimizer="sgd",
+            lr=options.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+            schedule=options.schedule,
+            epochs=options.epochs,
+        )
         self.order = Order(len(dataset.train.labels), batch=options.batch, seed=seed)
         self._train = Pictures(dataset.train.images.to(device), dataset.train.labels.to(device))
         self._mean, self._deviation = _channel_statistics(dataset.train.images, device)
@@ -112,9 +139,13 @@ class VisionTask(Task[Pictures]):
     def build_model(self) -> ResNet:
         _, channels, height, _ = self.dataset.train.images.shape
         return resnet(
-            self.options.model, channels=channels, classes=len(self.dataset.classes), width=self.options.width,
-            norm=self.options.norm, large_images=height > 64,  # type: ignore[arg-type]
-        )  # fmt: skip
+            self.options.model,
+            channels=channels,
+            classes=len(self.dataset.classes),
+            width=self.options.width,
+            norm=self.options.norm,  # type: ignore[arg-type]
+            large_images=height > 64,
+        )
 
     def load(self, number: int) -> Pictures:
         which = torch.from_numpy(self.order[number]).to(self.device)
@@ -157,7 +188,10 @@ class VisionTask(Task[Pictures]):
         """The model's scores on the CPU, in its evaluation mode."""
         training = model.training
         model.eval()
-        parts = [model(self._normalised(part.to(self.device))).float().cpu() for part in torch.split(images, size)]
+        parts = [
+            model(self._normalised(part.to(self.device))).float().cpu()
+            for part in torch.split(images, size)
+        ]
         model.train(training)
         return torch.cat(parts)
 
@@ -166,7 +200,9 @@ class VisionTask(Task[Pictures]):
 
 
 def _channel_statistics(images: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of every channel, ready for broadcasting; in pieces, to stay small."""
+    """Mean and standard deviation of every channel, ready for broadcasting; in pieces, to stay
+    small.
+    """
     total = torch.zeros(images.shape[1], dtype=torch.float64)
     squares = torch.zeros_like(total)
     for part in torch.split(images, 1024):

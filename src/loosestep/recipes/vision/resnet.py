@@ -1,6 +1,7 @@
 """Residual networks: ResNet-20 for small images (He et al., section 4.2), ResNet-18 and ResNet-50.
 
-GroupNorm or BatchNorm: GroupNorm has no running statistics on which replicas that learn on their own could disagree.
+GroupNorm or BatchNorm: GroupNorm has no running statistics on which replicas that learn on their
+own could disagree.
 """
 
 from __future__ import annotations
@@ -29,11 +30,17 @@ def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
 class _Residual(nn.Module):
     """relu(body(x) + shortcut(x)); the shortcut is a 1x1 convolution where the shape changes."""
 
-    def __init__(self, body: nn.Sequential, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
+    def __init__(
+        self, body: nn.Sequential, inputs: int, outputs: int, stride: int, norm: Norm
+    ) -> None:
         super().__init__()
         self.body = body
         changes = stride != 1 or inputs != outputs
-        self.shortcut = nn.Sequential(_conv(inputs, outputs, 1, stride), norm(outputs)) if changes else nn.Identity()
+        self.shortcut = (
+            nn.Sequential(_conv(inputs, outputs, 1, stride), norm(outputs))
+            if changes
+            else nn.Identity()
+        )
         self.relu = nn.ReLU(inplace=True)
         last = body[-1]
         nn.init.zeros_(last.weight)  # type: ignore[arg-type]  # every block begins as the identity
@@ -65,7 +72,9 @@ def bottleneck_block(inputs: int, width: int, stride: int, norm: Norm) -> tuple[
 
 
 class ResNet(nn.Module):
-    """Stem, stages of residual blocks (each after the first halves the image), mean over the image, linear."""
+    """Stem, stages of residual blocks (each after the first halves the image), mean over the
+    image, linear.
+    """
 
     def __init__(
         self,
@@ -81,7 +90,9 @@ class ResNet(nn.Module):
         super().__init__()
         layer = make_norm(norm)
         width = widths[0]
-        stem: list[nn.Module] = [_conv(channels, width, 7, 2) if large_images else _conv(channels, width, 3)]
+        stem: list[nn.Module] = [
+            _conv(channels, width, 7, 2) if large_images else _conv(channels, width, 3)
+        ]
         stem += [layer(width), nn.ReLU(inplace=True)]
         if large_images:
             stem.append(nn.MaxPool2d(3, stride=2, padding=1))
@@ -104,9 +115,17 @@ class ResNet(nn.Module):
 
 
 def resnet(
-    name: str, *, channels: int, classes: int, width: float = 1.0, norm: NormKind = "group", large_images: bool = False
+    name: str,
+    *,
+    channels: int,
+    classes: int,
+    width: float = 1.0,
+    norm: NormKind = "group",
+    large_images: bool = False,
 ) -> ResNet:
-    """`resnet8`, `resnet20`, `resnet18` or `resnet50`; `width` multiplies the channels (.5: half as many)."""
+    """`resnet8`, `resnet20`, `resnet18` or `resnet50`; `width` multiplies the channels (.5: half
+    as many).
+    """
     shapes = {
         "resnet8": ((16, 32, 64), (1, 1, 1), basic_block),
         "resnet20": ((16, 32, 64), (3, 3, 3), basic_block),
@@ -117,6 +136,11 @@ def resnet(
         raise ValueError(f"model must be one of {', '.join(shapes)}, got {name!r}")
     widths, blocks, block = shapes[name]
     return ResNet(
-        channels=channels, classes=classes, widths=[max(1, round(w * width)) for w in widths], blocks=blocks,
-        block=block, norm=norm, large_images=large_images,
-    )  # fmt: skip
+        channels=channels,
+        classes=classes,
+        widths=[max(1, round(w * width)) for w in widths],
+        blocks=blocks,
+        block=block,
+        norm=norm,
+        large_images=large_images,
+    )

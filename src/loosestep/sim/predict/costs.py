@@ -1,8 +1,9 @@
 """What collective operations take on a cluster, in seconds and in bytes between nodes.
 
-An average over P members of a lane is an all-to-all of 1/P parts and a ring that gathers the means, so a member sends
-`2 (P - 1) / P` of its vector; what leaves a node shares its uplink, and all nodes the backbone. The ranks of a node
-average through memory they share: each writes its own vector and reads the others'.
+An average over P members of a lane is an all-to-all of 1/P parts and a ring that gathers the means,
+so a member sends `2 (P - 1) / P` of its vector; what leaves a node shares its uplink, and all nodes
+the backbone. The ranks of a node average through memory they share: each writes its own vector and
+reads the others'.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SLOT = 4 << 20  # bytes that the ranks of a node show each other at a time
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an operation once everybody is there, of which `wire` on the link; bytes that leave nodes, of all."""
+    """Seconds of an operation once everybody is there, of which `wire` on the link; bytes that
+    leave nodes, of all.
+    """
 
     seconds: float
     wire: float = 0.0
@@ -57,10 +60,17 @@ class Nodes:
 
 
 class Costs:
-    """The prices of one topology on one cluster. `single`: every rank is a replica, not the nodes."""
+    """The prices of one topology on one cluster. `single`: every rank is a replica, not the
+    nodes.
+    """
 
-    def __init__(self, topology: Topology, cluster: Cluster, machine: Machine, *, single: bool) -> None:
-        self._topology, self._cluster, self._machine, self._single = topology, cluster, machine, single
+    def __init__(
+        self, topology: Topology, cluster: Cluster, machine: Machine, *, single: bool
+    ) -> None:
+        self._topology = topology
+        self._cluster = cluster
+        self._machine = machine
+        self._single = single
         self.members = len(topology.nodes)
         self.lanes = topology.lanes
         self.mates = max(len(node) for node in topology.nodes)
@@ -71,9 +81,12 @@ class Costs:
         self._swapped, self._passed = self._shares()
 
     def _shares(self) -> tuple[Times, Times]:
-        """What leaves each node per byte of a lane's vector: in an all-to-all of parts, and in a ring that gathers them."""
+        """What leaves each node per byte of a lane's vector: in an all-to-all of parts, and in a
+        ring that gathers them.
+        """
         nodes = Nodes(self._topology).of_rank
-        swapped, passed = np.zeros(len(self._topology.nodes)), np.zeros(len(self._topology.nodes))
+        swapped = np.zeros(len(self._topology.nodes))
+        passed = np.zeros(len(self._topology.nodes))
         for index in range(self.lanes):
             lane = nodes[np.asarray(self._topology.lane(index))]
             strangers = self.members - np.bincount(lane, minlength=len(swapped))[lane]
@@ -87,8 +100,9 @@ class Costs:
         return self._machine.work(size, passes=1.25)
 
     def header(self) -> Cost:
-        """A few numbers of every rank to every rank: in the nodes, then along the lanes; around a ring of all ranks where the
-        nodes are of unequal size."""
+        """A few numbers of every rank to every rank: in the nodes, then along the lanes; around a
+        ring of all ranks where the nodes are of unequal size.
+        """
         hop = self._cluster.latency_seconds + self._machine.message
         if not self._even:
             return Cost((self._topology.world - 1) * hop + self._machine.work(operations=1))
@@ -102,12 +116,16 @@ class Costs:
         return Cost(self._from_mates(0, 1) + self._machine.work(operations=1))
 
     def node_average(self, size: float) -> Cost:
-        """The ranks of a node average a vector: gather it into shared memory, meet, read everybody's."""
+        """The ranks of a node average a vector: gather it into shared memory, meet, read
+        everybody's.
+        """
         work = self._machine.work(size, passes=2 + self.mates, operations=1)
         return Cost(work + self._from_mates((self.mates - 1) * size, size))
 
     def lanes_average(self, size: float) -> Cost:
-        """All lanes average their shard of a vector at the same time, in pieces, one after the other."""
+        """All lanes average their shard of a vector at the same time, in pieces, one after the
+        other.
+        """
         if self.members == 1:
             return Cost(0.0)
         shard = size / self.lanes
@@ -118,37 +136,54 @@ class Costs:
             sent += float(leaving.sum())
         pieces = ceil(shard / (PIECE * NUMBER))
         hops = pieces * self.members * (self._cluster.latency_seconds + self._machine.message)
-        return Cost(wire + hops + self._machine.work(shard, passes=4, operations=pieces), wire, sent)
+        return Cost(
+            wire + hops + self._machine.work(shard, passes=4, operations=pieces), wire, sent
+        )
 
     def world_average(self, size: float) -> Cost:
-        """Gradients: gather them, sum inside the node, means across nodes, share inside the node, scatter them."""
+        """Gradients: gather them, sum inside the node, means across nodes, share inside the
+        node, scatter them.
+        """
         return Cost(self._machine.work(size, passes=5, operations=1)) + self._average_by_node(size)
 
     def exchange(self, size: float, *, lane: int | None = None) -> Cost:
-        """Everybody says what it is at, lanes average, the node shares the result, everybody tells how far it was."""
+        """Everybody says what it is at, lanes average, the node shares the result, everybody
+        tells how far it was.
+        """
         around = self.header() + self.header() + Cost(self._machine.work(size))
-        if lane is not None and self.lanes > 1:  # all of it on one lane, then to the others of the node
+        # all of it on one lane, then to the others of the node
+        if lane is not None and self.lanes > 1:
             more = self._machine.work((1 - 1 / self.lanes) * size, passes=4, operations=1)
             spread = size / self._cluster.node_bytes_per_second + self._machine.message
             return around + self.lanes_average(size) + Cost(more + spread)
         if self._single and self.mates > 1:  # each piece is copied first
             return around + Cost(self._machine.work(size)) + self._average_by_node(size)
-        return around + self.lanes_average(size) + (self._share(size) if self.mates > 1 else Cost(0.0))
+        return (
+            around + self.lanes_average(size) + (self._share(size) if self.mates > 1 else Cost(0.0))
+        )
 
     def _average_by_node(self, size: float) -> Cost:
         """Sums inside the node, means across nodes, shared inside the node."""
         if self.mates == 1:
             return self.lanes_average(size)
         others = (self.mates - 1) * size / self.lanes
-        summed = Cost(self._machine.work(size, passes=3, operations=1) + self._from_mates(others, size))
+        summed = Cost(
+            self._machine.work(size, passes=3, operations=1) + self._from_mates(others, size)
+        )
         return summed + self.lanes_average(size) + self._share(size)
 
     def gather_shards(self, size: float) -> Cost:
-        """The ranks of a node meet and put the model together from the shard that each of them owns."""
+        """The ranks of a node meet and put the model together from the shard that each of them
+        owns.
+        """
         if self.mates == 1:
             return Cost(2 * self.snapshot(size))
-        headers = 3 * (self._cluster.node_latency_seconds + self._machine.message) * (self.mates - 1)
-        return self._share(size) + Cost(headers + 2 * self.snapshot(size) + self._machine.work(size, operations=3))
+        headers = (
+            3 * (self._cluster.node_latency_seconds + self._machine.message) * (self.mates - 1)
+        )
+        return self._share(size) + Cost(
+            headers + 2 * self.snapshot(size) + self._machine.work(size, operations=3)
+        )
 
     def _share(self, size: float) -> Cost:
         """Every rank of a node has a shard and gets the others'."""

@@ -1,10 +1,10 @@
 """Clocks of all learners under gossip: every learner at its own pace, exchanges in the background.
 
-Learners that reach a step boundary within the time of the shortest step do so together: one call of the strategy moves
-all of them, and they use the same ring. A link is a queue: an exchange is done when both learners' uplinks have carried
-what was before it, and its own bytes, one model each way. The pace is that of `comm/pace.py`: an exchange takes
-`4 * bytes * gossip` seconds of processor, half of it on either side, and none is begun while a learner's account
-is overdrawn.
+Learners that reach a step boundary within the time of the shortest step do so together: one call of
+the strategy moves all of them, and they use the same ring. A link is a queue: an exchange is done
+when both learners' uplinks have carried what was before it, and its own bytes, one model each way.
+The pace is that of `comm/pace.py`: an exchange takes `4 * bytes * gossip` seconds of processor,
+half of it on either side, and none is begun while a learner's account is overdrawn.
 """
 
 from __future__ import annotations
@@ -32,20 +32,25 @@ class Paces:
     """`Pace` for many learners at once."""
 
     def __init__(self, learners: int, *, rate: float, share: float, cores: float) -> None:
-        self._rate, self._allowance = rate, AIM * share * cores
-        self._account, self._credit = np.zeros(learners), np.zeros(learners)
-        self._now, self._before = np.full(learners, np.nan), np.zeros(learners)
+        self._rate = rate
+        self._allowance = AIM * share * cores
+        self._account = np.zeros(learners)
+        self._credit = np.zeros(learners)
+        self._now = np.full(learners, np.nan)
+        self._before = np.zeros(learners)
 
     def due(self, who: Indices, now: Times, used: Times) -> Indices:
         """The exchanges to begin at this step, by learner in `who`."""
         first = np.isnan(self._now[who])
         elapsed = np.where(first, 0.0, now - self._now[who])
         cost = np.where(first, 0.0, used - self._before[who])
-        self._now[who], self._before[who] = now, used
+        self._now[who] = now
+        self._before[who] = used
         account = np.minimum(self._account[who] + self._allowance * elapsed - cost, self._allowance)
         credit = np.minimum(self._credit[who] + self._rate, max(1.0, self._rate))
         begun = np.where(account >= 0, np.floor(credit), 0.0)
-        self._account[who], self._credit[who] = account, credit - begun
+        self._account[who] = account
+        self._credit[who] = credit - begun
         return begun.astype(np.int64)
 
 
@@ -61,14 +66,18 @@ class Flights:
         still = self.done > now
         landed = np.concatenate([self.learner[~still], self.peer[~still]])
         if landed.size:
-            self.learner, self.peer, self.step = self.learner[still], self.peer[still], self.step[still]
+            self.learner = self.learner[still]
+            self.peer = self.peer[still]
+            self.step = self.step[still]
             self.done = self.done[still]
         return landed
 
     def add(self, learner: Indices, peer: Indices, step: Indices, done: Times) -> None:
         """More."""
-        self.learner, self.peer = np.concatenate([self.learner, learner]), np.concatenate([self.peer, peer])
-        self.step, self.done = np.concatenate([self.step, step]), np.concatenate([self.done, done])
+        self.learner = np.concatenate([self.learner, learner])
+        self.peer = np.concatenate([self.peer, peer])
+        self.step = np.concatenate([self.step, step])
+        self.done = np.concatenate([self.done, done])
 
 
 class GossipClocks:
@@ -85,17 +94,21 @@ class GossipClocks:
         sizes: Sequence[int],
         durations: Times,
     ) -> None:
-        nodes, as_nodes = Nodes(topology), strategy.replica == "node"
+        nodes = Nodes(topology)
+        as_nodes = strategy.replica == "node"
         if as_nodes and strategy.lockstep:
             raise ValueError("lockstep=True is for tests with replica='rank'; got replica='node'")
         learners = len(topology.nodes) if as_nodes else topology.world
-        self._strategy, self._cluster, self._machine = strategy, cluster, machine
+        self._strategy = strategy
+        self._cluster = cluster
+        self._machine = machine
         self._graph = strategy.graph(learners)
         self._learner_of_rank = nodes.of_rank if as_nodes else np.arange(learners)
         self._node = np.arange(learners) if as_nodes else nodes.of_rank
         self._durations = node_steps(sizes, durations, nodes, costs) if as_nodes else durations
         self._inner_waits = (self._durations[self._learner_of_rank] - durations).mean(axis=1)
-        self._size, self._shard = sum(sizes), sum(sizes) / (costs.lanes if as_nodes else 1)
+        self._size = sum(sizes)
+        self._shard = sum(sizes) / (costs.lanes if as_nodes else 1)
         chunk, window = in_flight(round(self._shard), learners - 1)
         turns = ceil(self._shard / chunk / window)
         self._delay = 2 * turns * (cluster.latency_seconds + machine.message)
@@ -106,32 +119,50 @@ class GossipClocks:
         self._fold_share = FOLDING * strategy.cpu_share * cores
         self._fold_cost = machine.work(self._shard, passes=2)
         self._flights = Flights()
-        self._uplink, self._backbone = np.zeros(len(topology.nodes)), 0.0  # when they have carried everything
-        self._courier, self._used = np.zeros(learners), np.zeros(learners)  # when it is idle; its seconds of processor
+        # when they have carried everything
+        self._uplink = np.zeros(len(topology.nodes))
+        self._backbone = 0.0
+        # when it is idle; its seconds of processor
+        self._courier = np.zeros(learners)
+        self._used = np.zeros(learners)
         self._folded = np.full(learners, -np.inf)
-        self._published: Indices = np.full(learners, -1, dtype=np.int64)  # the step whose parameters peers meet
+        # the step whose parameters peers meet
+        self._published: Indices = np.full(learners, -1, dtype=np.int64)
         self._waiting = np.zeros(learners, dtype=bool)  # something has landed since the last fold
         self._at: Indices = np.arange(learners)  # the learners at a boundary
         self._due: Indices = np.zeros(learners, dtype=np.int64)  # their exchanges to begin
         self._made: Indices = np.zeros(learners, dtype=np.int64)
-        self._time, self._waits = np.zeros(learners), np.zeros(learners)
+        self._time = np.zeros(learners)
+        self._waits = np.zeros(learners)
         self.sent = 0.0
         self.exchanges = 0
 
     def run(self, steps: int) -> None:
-        """Until there are as many gradients as if every learner had made so many steps. Durations repeat."""
-        state, together = self._strategy.begin(), self._strategy.lockstep
-        length, shortest = self._durations.shape[1], float(self._durations.min())
+        """Until there are as many gradients as if every learner had made so many steps.
+        Durations repeat.
+        """
+        state = self._strategy.begin()
+        together = self._strategy.lockstep
+        length = self._durations.shape[1]
+        shortest = float(self._durations.min())
         ready = self._durations[:, 0].copy()
         left = steps * ready.size
         while left > 0:
             now = float(ready.min())
-            self._at = np.arange(ready.size) if together else np.flatnonzero(ready <= now + shortest * (1 - 1e-9))
+            self._at = (
+                np.arange(ready.size)
+                if together
+                else np.flatnonzero(ready <= now + shortest * (1 - 1e-9))
+            )
             self._waiting[self._flights.forget(now)] = True
-            self._time[self._at] = ready[self._at] + self._machine.step / min(1.0, self._machine.cores)
+            self._time[self._at] = ready[self._at] + self._machine.step / min(
+                1.0, self._machine.cores
+            )
             self._strategy.boundary(state, self)
             self._made[self._at] += 1
-            ready[self._at] = self._time[self._at] + self._durations[self._at, self._made[self._at] % length]
+            ready[self._at] = (
+                self._time[self._at] + self._durations[self._at, self._made[self._at] % length]
+            )
             left -= self._at.size
 
     @property
@@ -149,7 +180,7 @@ class GossipClocks:
         """Seconds each rank waited, for its node or for old exchanges."""
         return np.asarray(self._waits[self._learner_of_rank] + self._inner_waits * self.steps)
 
-    # The strategy's side (`Gossiping`) --------------------------------------------------------------------------------
+    # The strategy's side (`Gossiping`) ------------------------------------------------------------
 
     def fold(self) -> None:
         """As often as its share of the time allows, which is less while nothing has landed."""
@@ -159,7 +190,8 @@ class GossipClocks:
 
     def _land(self, learners: Indices) -> None:
         """Two passes over the model."""
-        self._folded[learners], self._published[learners] = self._time[learners], self._made[learners]
+        self._folded[learners] = self._time[learners]
+        self._published[learners] = self._made[learners]
         self._waiting[learners] = False
         self._time[learners] += self._fold_cost
         self._used[learners] += self._fold_cost
@@ -175,26 +207,37 @@ class GossipClocks:
         self._due = self._due - 1
         partners = partners_of(self._graph, round_number)[begins]
         learners = self._made.size
-        free = ~np.isin(begins * learners + partners, self._flights.learner * learners + self._flights.peer)
+        free = ~np.isin(
+            begins * learners + partners, self._flights.learner * learners + self._flights.peer
+        )
         free &= partners >= 0
-        begins, partners = begins[free], partners[free]
+        begins = begins[free]
+        partners = partners[free]
         if not begins.size:
             return
         self._land(begins[self._published[begins] != self._made[begins]])
-        done = np.maximum(self._carry(begins, partners), self._handle(begins, partners)) + self._delay
+        done = (
+            np.maximum(self._carry(begins, partners), self._handle(begins, partners)) + self._delay
+        )
         self._flights.add(begins, partners, self._made[begins], done)
         self.exchanges += begins.size
 
     def _carry(self, begins: Indices, partners: Indices) -> Times:
         """When the uplinks have carried the models of these pairs, both ways at the same time."""
-        start, mine, theirs = float(self._time[begins].min()), self._node[begins], self._node[partners]
+        start = float(self._time[begins].min())
+        mine = self._node[begins]
+        theirs = self._node[partners]
         between = mine != theirs
         crossing = int(between.sum())
         models = np.bincount(mine[between], minlength=self._uplink.size)
         models = models + np.bincount(theirs[between], minlength=self._uplink.size)
         busy = models > 0
-        self._uplink[busy] = np.maximum(self._uplink[busy], start) + models[busy] * self._size / self._rate
-        self._backbone = max(self._backbone, start) + 2 * crossing * self._size / self._backbone_rate
+        self._uplink[busy] = (
+            np.maximum(self._uplink[busy], start) + models[busy] * self._size / self._rate
+        )
+        self._backbone = (
+            max(self._backbone, start) + 2 * crossing * self._size / self._backbone_rate
+        )
         self.sent += 2 * crossing * self._size
         carried = np.maximum(np.maximum(self._uplink[mine], self._uplink[theirs]), self._backbone)
         inside = self._time[begins] + self._size / self._cluster.node_bytes_per_second
@@ -216,7 +259,11 @@ class GossipClocks:
         matrix = self._graph.matrix(round_number)
         neighbours = (matrix > 0) & ~np.eye(len(matrix), dtype=bool)
         between = (neighbours & (self._node[:, None] != self._node[None, :])).sum(axis=1)
-        uplink = np.bincount(self._node, weights=between.astype(np.float64))[self._node] * self._size / self._rate
+        uplink = (
+            np.bincount(self._node, weights=between.astype(np.float64))[self._node]
+            * self._size
+            / self._rate
+        )
         start = np.where(neighbours, self._time[None, :], 0.0).max(axis=1)
         inside = neighbours.sum(axis=1) * self._size / self._cluster.node_bytes_per_second
         arrived = np.maximum(start, self._time) + np.maximum(uplink, inside) + self._delay
@@ -228,16 +275,21 @@ class GossipClocks:
     def wait_for(self, age: int) -> None:
         """Wait for own exchanges that are as many steps old."""
         flights = self._flights
-        old = np.isin(flights.learner, self._at) & (self._made[flights.learner] - flights.step >= age)
+        old = np.isin(flights.learner, self._at) & (
+            self._made[flights.learner] - flights.step >= age
+        )
         before = self._time.copy()
         np.maximum.at(self._time, flights.learner[old], flights.done[old])
         self._waits += self._time - before
 
 
 def node_steps(sizes: Sequence[int], durations: Times, nodes: Nodes, costs: Costs) -> Times:
-    """Seconds of a node's steps: gradients are averaged among its ranks, then they share their shards of the model."""
+    """Seconds of a node's steps: gradients are averaged among its ranks, then they share their
+    shards of the model.
+    """
     gradients = Gradients(sizes, nodes, costs)
-    start, shared = np.zeros(len(durations)), costs.gather_shards(sum(sizes)).seconds
+    start = np.zeros(len(durations))
+    shared = costs.gather_shards(sum(sizes)).seconds
 
     def ends(seconds: Times) -> Times:
         if costs.mates == 1:
@@ -248,7 +300,9 @@ def node_steps(sizes: Sequence[int], durations: Times, nodes: Nodes, costs: Cost
 
 
 def partners_of(graph: Gossip, number: int) -> Indices:
-    """Whom each learner contacts in its round `number`; -1 for nobody. Draws differ from the real ones, not their odds."""
+    """Whom each learner contacts in its round `number`; -1 for nobody. Draws differ from the
+    real ones, not their odds.
+    """
     learners = len(graph.ranks)
     index = np.arange(learners)
     if learners < 2:

@@ -1,9 +1,10 @@
 """Clocks of all ranks under a collective strategy: no tensors, only when each rank is where.
 
-The strategy object itself decides; all ranks decide alike, so one of it drives the clocks of all. A step is forward,
-backward with gradients averaged bucket by bucket behind it, the boundary. An exchange leaves when the last rank has
-started it and lands on all of them at once; `fold` waits for that. Bytes of gradients and of an exchange that are on
-an uplink at the same time get half of it each.
+The strategy object itself decides; all ranks decide alike, so one of it drives the clocks of all. A
+step is forward, backward with gradients averaged bucket by bucket behind it, the boundary. An
+exchange leaves when the last rank has started it and lands on all of them at once; `fold` waits for
+that. Bytes of gradients and of an exchange that are on an uplink at the same time get half of it
+each.
 """
 
 from __future__ import annotations
@@ -29,23 +30,35 @@ Loss = Callable[[int], float]
 
 
 class Gradients:
-    """Averaging during backward. A bucket is sent when its gradients are there and the one before has arrived.
+    """Averaging during backward. A bucket is sent when its gradients are there and the one before
+    has arrived.
 
-    Backward is taken to spend its time on the parameters in proportion to their bytes, the last ones first.
+    Backward is taken to spend its time on the parameters in proportion to their bytes, the last
+    ones first.
     """
 
     def __init__(self, sizes: Sequence[int], nodes: Nodes, costs: Costs) -> None:
-        self._nodes, self._costs = nodes, costs
-        buckets = [sum(sizes[index] for index in bucket) for bucket in fill_buckets(sizes, [None] * len(sizes))]
+        self._nodes = nodes
+        self._costs = costs
+        buckets = [
+            sum(sizes[index] for index in bucket)
+            for bucket in fill_buckets(sizes, [None] * len(sizes))
+        ]
         backward = 1 - FORWARD
         ready = [FORWARD + backward * done / sum(sizes) for done in accumulate(buckets)]
         self._buckets = list(zip(buckets, ready, strict=True))
         self._first = FORWARD + backward * sizes[-1] / sum(sizes)
 
     def average(
-        self, begin: Times, seconds: Times, *, scope: Scope, contend: Callable[[Times, float], float]
+        self,
+        begin: Times,
+        seconds: Times,
+        *,
+        scope: Scope,
+        contend: Callable[[Times, float], float],
     ) -> tuple[Times, float]:
-        """When backward returns on ranks that began a step at `begin` and compute for `seconds`; bytes between nodes.
+        """When backward returns on ranks that began a step at `begin` and compute for `seconds`;
+        bytes between nodes.
 
         `contend(start, wire)`: the seconds an operation loses because it shares the uplink.
         """
@@ -78,8 +91,9 @@ class Flight:
     losses: tuple[float, int]
 
     def contend(self, start: float, wire: float) -> float:
-        """The seconds that bytes lose which come onto the link at `start` for `wire` seconds: two flows share it evenly, so
-        the shorter takes twice as long, and the other that much longer."""
+        """The seconds that bytes lose which come onto the link at `start` for `wire` seconds: two
+        flows share it evenly, so the shorter takes twice as long, and the other that much longer.
+        """
         shared = min(max(0.0, self.lands - start), self.wire, wire)
         self.lands += shared
         return shared
@@ -98,10 +112,14 @@ class CollectiveClocks:
         fixed: float,
         loss: Loss | None = None,
     ) -> None:
-        self.strategy, self.state, self._costs = strategy, strategy.begin(), costs
+        self.strategy = strategy
+        self.state = strategy.begin()
+        self._costs = costs
         self._ranks = topology.world
         self._replicas = topology.world if strategy.learner == "rank" else costs.members
-        self._size, self._fixed, self._loss = sum(sizes), fixed, loss
+        self._size = sum(sizes)
+        self._fixed = fixed
+        self._loss = loss
         self._nodes = Nodes(topology)
         self._gradients = Gradients(sizes, self._nodes, costs)
         self._replica = Replica(nn.Linear(1, 1))  # strategies fold into a model of two numbers
@@ -118,17 +136,22 @@ class CollectiveClocks:
         scope = self.strategy.scope(self.state)
         end = self.clock + seconds
         if (scope == "node" and self._costs.mates > 1) or (scope == "world" and self._ranks > 1):
-            averaged, sent = self._gradients.average(self.clock, seconds, scope=scope, contend=self._contend)
+            averaged, sent = self._gradients.average(
+                self.clock, seconds, scope=scope, contend=self._contend
+            )
             self.waited += averaged - end
             self.sent += sent
             end = averaged
         self.clock = end + self._fixed
         if self._loss is not None:
             total, count = self._observed
-            self._observed = (total + self._ranks * self._loss(self.state["step"]), count + self._ranks)
+            self._observed = (
+                total + self._ranks * self._loss(self.state["step"]),
+                count + self._ranks,
+            )
         self.strategy.boundary(self.state, self)
 
-    # The strategy's side (`Exchanges`) --------------------------------------------------------------------------------
+    # The strategy's side (`Exchanges`) ------------------------------------------------------------
 
     @property
     def in_flight(self) -> int | None:
@@ -147,21 +170,32 @@ class CollectiveClocks:
         self.clock = self.clock + self._costs.snapshot(self._size)
         cost = self._count(self._costs.exchange(self._size, lane=lane))
         self.state["exchanges"] += 1
-        losses, self._observed = self._observed, (0.0, 0)
-        self._flight = Flight(self.state["step"], self.clock.max() + cost.seconds, cost.wire, losses)
+        losses = self._observed
+        self._observed = (0.0, 0)
+        self._flight = Flight(
+            self.state["step"], self.clock.max() + cost.seconds, cost.wire, losses
+        )
 
     def fold(self) -> None:
         """Wait for the exchange in flight and land it."""
         assert self._flight is not None, "there is no exchange to fold"
-        flight, self._flight = self._flight, None
+        flight = self._flight
+        self._flight = None
         self._wait_until(flight.lands)
         self.clock = self.clock + self._costs.snapshot(self._size)
         landed = Landed(
-            vector=self._replica.snapshot(keep=False), buffers=torch.empty(0), loss_sum=flight.losses[0],
-            loss_count=flight.losses[1], distance=0.0, seconds=0.0, steps=[flight.step] * self._ranks,
-        )  # fmt: skip
+            vector=self._replica.snapshot(keep=False),
+            buffers=torch.empty(0),
+            loss_sum=flight.losses[0],
+            loss_count=flight.losses[1],
+            distance=0.0,
+            seconds=0.0,
+            steps=[flight.step] * self._ranks,
+        )
         staleness = self.state["step"] - flight.step
-        self.strategy.land(self.state, self._replica, landed, staleness=staleness, replicas=self._replicas)
+        self.strategy.land(
+            self.state, self._replica, landed, staleness=staleness, replicas=self._replicas
+        )
 
     def gather(self) -> None:
         """All replicas become their mean, momentum included."""
@@ -182,7 +216,7 @@ class CollectiveClocks:
             cost = self._costs.node_header() + self._costs.node_average(self._size)
             self._wait_until(self._nodes.latest(self.clock) + cost.seconds)
 
-    # Inside -----------------------------------------------------------------------------------------------------------
+    # Inside ---------------------------------------------------------------------------------------
 
     def _block(self, cost: Cost) -> None:
         self.clock = self.clock + self._costs.snapshot(self._size)

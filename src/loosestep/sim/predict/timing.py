@@ -1,10 +1,11 @@
-"""Speed on a cluster nobody has: the same strategy objects on clocks instead of tensors, for thousands of ranks.
+"""Speed on a cluster nobody has: the same strategy objects on clocks instead of tensors, for
+thousands of ranks.
 
     prediction = predict("daso:period=4", Topology.grid(64, 4), Cluster(bandwidth="100gbit"), parameters=102_000_000)
 
-What is modelled and what is not: links, computation with stragglers and jitter, the overlap of communication with
-backward and with later steps, uplinks that ranks share, the work of a processor for it (`Machine`). Not: congestion
-beyond fair shares, other jobs, failing ranks, data loading.
+What is modelled and what is not: links, computation with stragglers and jitter, the overlap of
+communication with backward and with later steps, uplinks that ranks share, the work of a processor
+for it (`Machine`). Not: congestion beyond fair shares, other jobs, failing ranks, data loading.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ LAYERS = 64  # a model given by its size is this many equal tensors
 class Prediction:
     """How fast a strategy would be.
 
-    `seconds`: of the whole run. `gradients_per_second`: of all ranks. `seconds_per_step`: ranks / gradients_per_second.
-    `waiting`: by rank, the share of its time that it waits. `bytes_per_gradient`: between nodes. `exchanges`: rounds of all replicas;
-    under gossip, pairs. `efficiency`: speed over that of the same ranks without any communication.
+    `seconds`: of the whole run. `gradients_per_second`: of all ranks. `seconds_per_step`: ranks /
+    gradients_per_second. `waiting`: by rank, the share of its time that it waits.
+    `bytes_per_gradient`: between nodes. `exchanges`: rounds of all replicas; under gossip, pairs.
+    `efficiency`: speed over that of the same ranks without any communication.
     """
 
     strategy: str
@@ -57,18 +59,22 @@ def predict(
     losses: Callable[[int], float] | Sequence[float] | None = None,
     machine: Machine | None = None,
 ) -> Prediction:
-    """Time `steps` steps of every rank (under gossip as many gradients in all) without computing any.
+    """Time `steps` steps of every rank (under gossip as many gradients in all) without computing
+    any.
 
-    `parameters`: bytes of the model, or of each of its tensors in order. `losses`: what the schedule sees at each step.
+    `parameters`: bytes of the model, or of each of its tensors in order. `losses`: what the
+    schedule sees at each step.
     """
-    chosen, machine = read_strategy(strategy), machine or Machine()
+    chosen = read_strategy(strategy)
+    machine = machine or Machine()
     sizes = _sizes(parameters)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
     cluster.check(topology)
     if cluster.failures or cluster.joins:
         raise ValueError(
-            "timing only knows no failures and no joins; leave them out, or simulate with real mathematics"
+            "timing only knows no failures and no joins; leave them out, or simulate with real "
+            "mathematics"
         )
     durations = np.stack([cluster.durations(rank, steps) for rank in range(topology.world)])
     if not (durations.mean(axis=1) > 0).all():
@@ -76,18 +82,26 @@ def predict(
     costs = Costs(topology, cluster, machine, single=chosen.learner == "rank")
     clocks: GossipClocks | CollectiveClocks
     if isinstance(chosen, ADPSGD):
-        clocks = GossipClocks(chosen, topology, cluster, machine, costs=costs, sizes=sizes, durations=durations)
+        clocks = GossipClocks(
+            chosen, topology, cluster, machine, costs=costs, sizes=sizes, durations=durations
+        )
         clocks.run(steps)
         made = clocks.steps
     else:
         loss = _loss(losses, steps)
         clocks = CollectiveClocks(
-            chosen, topology, costs, sizes=sizes, fixed=machine.step / min(1.0, machine.cores), loss=loss
+            chosen,
+            topology,
+            costs,
+            sizes=sizes,
+            fixed=machine.step / min(1.0, machine.cores),
+            loss=loss,
         )
         for step in range(steps):
             clocks.step(durations[:, step])
         made = np.full(topology.world, steps)
-    total = np.maximum(clocks.clock, np.finfo(float).tiny)  # a rank that was too slow to make a step has no clock yet
+    # a rank that was too slow to make a step has no clock yet
+    total = np.maximum(clocks.clock, np.finfo(float).tiny)
     speed = float((made / total).sum())
     return Prediction(
         strategy=str(chosen),
@@ -104,9 +118,12 @@ def predict(
 
 def _sizes(parameters: int | Sequence[int]) -> list[int]:
     given = [parameters] if isinstance(parameters, int) else list(parameters)
-    if not given or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in given):
+    if not given or any(
+        isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in given
+    ):
         raise ValueError(
-            f"parameters must be the bytes of the model, or those of each tensor, at least 1; got {parameters!r}"
+            "parameters must be the bytes of the model, or those of each tensor, at least 1; got "
+            f"{parameters!r}"
         )
     if isinstance(parameters, int):
         edges = [parameters * layer // LAYERS for layer in range(LAYERS + 1)]
@@ -114,11 +131,14 @@ def _sizes(parameters: int | Sequence[int]) -> list[int]:
     return given
 
 
-def _loss(losses: Callable[[int], float] | Sequence[float] | None, steps: int) -> Callable[[int], float] | None:
+def _loss(
+    losses: Callable[[int], float] | Sequence[float] | None, steps: int
+) -> Callable[[int], float] | None:
     if losses is None or callable(losses):
         return losses
     if len(losses) < steps:
         raise ValueError(
-            f"losses has {len(losses)} entries for {steps} steps; give one a step, or a function of the step"
+            f"losses has {len(losses)} entries for {steps} steps; give one a step, or a function "
+            "of the step"
         )
     return losses.__getitem__
