@@ -211,6 +211,9 @@ class Run:
             self._break(reason, culprit=_culprit(error))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._engine.averager is not None:
+            with self._guard():
+                self._engine.averager.check_step()
         # a GradScaler leaves it to a fused optimizer to do nothing
         if getattr(optimizer, "found_inf", None) is not None:
             self.strategy.scaled(self.state)
@@ -243,6 +246,8 @@ class Run:
         """
         self._learner.replica.check_places()
         self._learner.replica.wait_for_readers()
+        if self._engine.averager is not None:
+            self._engine.averager.close()
 
     def _digest(self) -> int:
         replica = self._learner.replica

@@ -133,6 +133,10 @@ class Comm(Protocol):
     topology: Topology
     step: int
     missed: Scope
+    torn: bool
+    """Whether this rank's last backward raised after a part of its gradients had been averaged;
+    told at the next round.
+    """
     identical: bool
     member: Member | None
     part: tuple[int, int] | None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ class Standing(NamedTuple):
     wide: float  # over the world, not the node
     checksum: float  # of its gradients of the round before
     agrees: float  # to what its engine would do at the next boundary
+    torn: float  # its last backward raised when others had a part of its gradients
 
 
 class Collective:
@@ -72,6 +73,7 @@ class Collective:
         self.part: tuple[int, int] | None = None
         # the widest scope whose gradients were averaged without us since we last met
         self.missed: Scope = "rank"
+        self.torn = False  # our last backward raised when others had a part of its gradients
         self.identical = False  # several replicas did exactly the same so far
         self._pulse = world.pulse
         self._trace = trace
@@ -369,7 +371,7 @@ class Collective:
 
     def _enter(self, scope: Scope, checksum: float) -> None:
         self._report(self._channels)
-        mine = Standing(Kind.GRADIENTS, scope == "world", checksum, self.agrees())
+        mine = Standing(Kind.GRADIENTS, scope == "world", checksum, self.agrees(), self.torn)
         channel = self._channels.node
         standings = self._stand(channel, mine)
         if scope == "world" and self._channels.world is not channel:
@@ -392,6 +394,7 @@ class Collective:
         self._took_part(standings, channel)
 
     def _took_part(self, standings: list[Standing], channel: Channel) -> None:
+        self.torn = False
         self.present = [
             r
             for r, other in zip(channel.ranks, standings, strict=True)
@@ -407,6 +410,7 @@ class Collective:
             reached = self._serve_in(self._channels.node, kind)
             reached = self._serve_in(self._channels.world, reached)
             if reached == kind:
+                self.torn = False
                 return
 
     def _serve_in(self, channel: Channel, kind: Kind) -> Kind:
@@ -415,13 +419,15 @@ class Collective:
         """
         assert self.member is not None
         while True:
-            standings = self._stand(channel, Standing(kind, False, 0.0, False))
+            standings = self._stand(channel, Standing(kind, False, 0.0, False, self.torn))
             top = Kind(int(max(standing.kind for standing in standings)))
             if top != Kind.GRADIENTS:
                 return top
             wide = any(standing.wide for standing in standings)
             if wide and channel is not self._channels.world:
-                standings = self._stand(self._channels.world, Standing(kind, False, 0.0, False))
+                standings = self._stand(
+                    self._channels.world, Standing(kind, False, 0.0, False, self.torn)
+                )
             scope: Scope = "world" if wide else "node"
             self._took_part(standings, self._channels.world if wide else channel)
             self.missed = "world" if "world" in (scope, self.missed) else "node"
@@ -435,7 +441,30 @@ class Collective:
             if channel is self._channels.world
             else channel.tell(*mine)
         )
-        return [Standing(*numbers) for numbers in told]
+        standings = [Standing(*numbers) for numbers in told]
+        self._check_torn(channel.ranks, standings)
+        return standings
+
+    def _check_torn(self, ranks: Sequence[int], standings: list[Standing]) -> None:
+        """A backward that raised on some ranks only has left the others with gradients that are
+        nobody's.
+        """
+        torn = {
+            rank: standing.torn
+            for rank, standing in zip(ranks, standings, strict=True)
+            if rank in self.present
+        }
+        if any(torn.values()) and not all(torn.values()):
+            raised, others = (
+                [rank for rank in torn if bool(torn[rank]) is which] for which in (True, False)
+            )
+            raise CommError(
+                f"backward() raised on rank(s) {', '.join(map(str, raised))} when a part of its "
+                "gradients had been averaged already, and not on rank(s) "
+                f"{', '.join(map(str, others))}, which have made the step: from there on the "
+                "replicas are not the same. Resume from a checkpoint, and skip a batch on all "
+                "ranks or on none"
+            )
 
     def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
         node = self._channels.node

@@ -15,6 +15,7 @@ stream waits, and the host only learns who used what.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from loosestep.core.collectives.gloo import ordered_sum
 from loosestep.core.contracts import Comm, Parcel, Scope
+from loosestep.core.errors import CommError
 from loosestep.core.pending import Pending, nothing
 from loosestep.core.replica.shards import local
 from loosestep.core.replica.staging import Staging
@@ -244,12 +246,28 @@ class Blank:
             yield self._bucket.staging.near(self._bucket.padded, self._dtype)
 
 
+class Ending:
+    """What autograd calls at the end of a backward, and lets go of uncalled when the backward
+    raises.
+    """
+
+    def __init__(self, reached: Callable[[], None]) -> None:
+        self._reached = reached
+
+    def __call__(self) -> None:
+        self._reached()
+
+
 class GradientAverager:
     """Hooks on the parameters of a model; `scope()` says, at the start of each backward, over whom
     to average.
 
     `late`: something else averages inside the node during backward, so everything is sent at the
     end, after it.
+
+    A backward that raises leaves its round open, and the next one fills it. Where others have got a
+    part of it already the round is closed with zeros, and the next round tells: it goes on if all
+    have raised, and ends the run if only some have.
     """
 
     def __init__(
@@ -272,6 +290,8 @@ class GradientAverager:
         self._home = {id(param): bucket for bucket in self._buckets for param in bucket.params}
         self._paused = 0
         self._open: Scope | None = None
+        self._raised = False  # the last backward, before its end
+        self._ending: weakref.ref[Ending] | None = None
         self._rounds = 0
         self.backwards = 0  # since the last step; the engine counts from there
         # of the first rounds, to notice ranks that see the same data
@@ -295,6 +315,50 @@ class GradientAverager:
         """Zeros in the shape of every bucket, in order."""
         return map(Blank, self._buckets)
 
+    def check_step(self) -> None:
+        """Raise if an optimizer steps on gradients that are not averaged: inside backward, or
+        after one that raised.
+        """
+        if self._paused or self._scope() == "rank":
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "the optimizer steps inside backward(), before its gradients are averaged, so the "
+                "ranks would drift apart; step it after backward(), or use a strategy that "
+                "averages parameters only: replica='rank'"
+            )
+        if self._raised:
+            raise RuntimeError(
+                "the optimizer steps on what a backward() that raised has left, which is not "
+                "averaged; skip the step too and call optimizer.zero_grad()"
+            )
+
+    def close(self) -> None:
+        """End the round of a backward that raised, if one is open, with zeros for what it has
+        not sent.
+        """
+        if self._open is None:
+            return
+        scope = self._open
+        sent = [bucket for bucket in self._buckets if bucket.sent is not None]
+        try:
+            for bucket in self._buckets:
+                bucket.sent = bucket.sent or self._comm.reduce(Blank(bucket), scope)
+            for bucket in self._buckets:
+                assert bucket.sent is not None
+                bucket.sent.wait()
+            for bucket in sent:
+                bucket.arrive()
+            self._comm.torn = True  # for the next round to tell, after this one
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        self._open = None
+        for bucket in self._buckets:
+            bucket.sent = None
+            bucket.missing.update(map(id, bucket.params))
+
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
@@ -304,7 +368,7 @@ class GradientAverager:
     def _ready(self, param: torch.Tensor) -> None:
         if self._paused:
             return
-        if self._open is None:
+        if self._open is None or self._raised:
             self._begin()
         if self._open == "rank" or self._late:
             return
@@ -320,13 +384,33 @@ class GradientAverager:
 
     def _begin(self) -> None:
         self._worked(0.0)
-        self.backwards += 1
-        self._open = self._scope()
+        self._raised = False
+        ending = Ending(self._at_end)
+        self._ending = weakref.ref(ending, self._let_go)
         # A callback that is queued by a callback comes after those of DDP and fully_shard.
         at_end = torch.autograd.Variable._execution_engine.queue_callback
-        at_end((lambda: at_end(self._at_end)) if self._late else self._at_end)
+        at_end((lambda: at_end(ending)) if self._late else ending)
+        if self._open is not None:
+            return  # the round of a backward that raised
+        self.backwards += 1
+        self._open = self._scope()
         if self._open != "rank":
             self._comm.open_round(self._open, self._buckets[0].checksum or 0.0)
+
+    def _let_go(self, _: object) -> None:
+        """Autograd has forgotten a backward: after its end, or because it raised."""
+        if self._open is None:
+            return
+        self._raised = True
+        for bucket in self._buckets:
+            bucket.missing.update(map(id, bucket.params))
+        if self._open == "rank":
+            self._open = None
+        elif any(bucket.sent is not None for bucket in self._buckets):
+            try:
+                self.close()
+            except CommError:
+                return  # raised again by whatever communicates next
 
     def _send_complete(self) -> None:
         """In order, what backward has produced; the last bucket waits for its end, where nothing
@@ -369,10 +453,7 @@ class GradientAverager:
             if self._rounds >= 4:
                 self._buckets[0].checksum = None
         finally:
-            self._open = None
-            for bucket in self._buckets:
-                bucket.sent = None
-                bucket.missing.update(map(id, bucket.params))
+            self._reset()
             self._waited(self._comm.now() - start)
 
 
