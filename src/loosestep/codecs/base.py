@@ -1,0 +1,59 @@
+"""What a codec is: a way to write a vector in fewer bytes, and to read it back, not quite as it was.
+
+A codec has no state and decides nothing. Whoever exchanges uses its own values as it sent them (`decode(encode(v))`), so
+that what it adds is what the others subtract and no mean moves, however coarse the codec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """Base of all codecs. Values come in rows of equal length; each row is coded for itself, on the device that it is on.
+
+    `linear`: the codes of a sum are the sum of the codes, so that sums can be made on the way. `fixed_size`: the length
+    of a row says how many bytes it becomes. `whole_values`: fine enough for parameters themselves, not only for what
+    they have changed.
+    """
+
+    name: ClassVar[str]
+    linear: ClassVar[bool] = False
+    fixed_size: ClassVar[bool] = True
+    whole_values: ClassVar[bool] = False
+
+    @property
+    def bytes_per_value(self) -> float:
+        """What a value takes, in a long row."""
+        return self.size(1 << 20) / (1 << 20)
+
+    def size(self, count: int) -> int:
+        """The bytes that a row of so many values becomes: a multiple of 4."""
+        raise NotImplementedError
+
+    def encode(self, values: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+        """Rows of values (float32 or wider) as rows of bytes. `seed`: of what is left to chance; the same seed, the same bytes.
+
+        What is not finite comes back as NaN, with its block, and never as a number.
+        """
+        raise NotImplementedError
+
+    def decode(self, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Rows of bytes as rows of values, written into `out`."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The form that `codec` reads: the name and the fields that differ from their defaults."""
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return self.name + (":" + ",".join(changed) if changed else "")
+
+
+def require_whole(name: str, value: int, *, least: int, most: int) -> None:
+    """A whole number within bounds."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (whole and least <= value <= most):
+        raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
