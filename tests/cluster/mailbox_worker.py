@@ -123,7 +123,8 @@ class Worker:
                     pending.wait(20)
                     completed += pending.outcome == "exchanged"
             time.sleep(options.get("step", 0))
-            self.mailbox.boundary(self.params)
+            self.mailbox.step()
+            self.mailbox.cross(self.params, "due")
             gaps.append(time.monotonic() - last)
             last = time.monotonic()
         self.report.update(
@@ -147,10 +148,12 @@ class Worker:
                 self.params[0].copy_(
                     start_vector(1000 * number + self.rank, self.options["size"], "float64")
                 )
-                self.mailbox.boundary(self.params, force=True)
+                self.mailbox.step()
+                self.mailbox.cross(self.params, "whole")
                 states.append(self.params[0].numpy().copy())
             self.mailbox.lockstep_round(number, gossip.round(self.rank, number, others))
-            self.mailbox.boundary(self.params, force=True)
+            self.mailbox.step()
+            self.mailbox.cross(self.params, "whole")
             states.append(self.params[0].numpy().copy())
         self.arrays["states"] = np.stack(states)
         self.end()
@@ -169,7 +172,8 @@ class Worker:
         before = self.options["baseline"]
         for k in range(self.options["exchanges"]):
             self.mailbox.exchange((self.rank + 1 + k % (self.world - 1)) % self.world).wait(30)
-            self.mailbox.boundary(self.params, force=True)
+            self.mailbox.step()
+            self.mailbox.cross(self.params, "whole")
         self.report["training"] = peak() - before
         if self.rank == 0:
             self.mailbox.consensus()

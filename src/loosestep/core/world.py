@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 from loosestep.core.collectives.gloo import Channel, open_devices
 from loosestep.core.collectives.nccl import NearChannel, Reach
+from loosestep.core.gossip.contract import GossipMailbox
 from loosestep.core.gossip.mailbox import Mailbox
 from loosestep.core.messages.directory import wait_for
 from loosestep.core.messages.heartbeat import Pulse, connect
@@ -125,7 +126,7 @@ class World:
         """A thread for communication."""
         return Stream(name, narrow=self.reach is None or self.reach.device.type == "cpu")
 
-    def mailbox(self, members: Sequence[int], **arguments: Any) -> Mailbox:
+    def mailbox(self, members: Sequence[int], **arguments: Any) -> GossipMailbox:
         """This rank's end of the gossip among `members`."""
         return Mailbox(
             self.connect(),

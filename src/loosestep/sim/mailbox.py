@@ -1,9 +1,9 @@
-"""A mailbox on the virtual clock: the real shadow and the real protocol of an edge, letters instead
+"""A mailbox on the virtual clock: the real shadow and the real protocol of an edge, events instead
 of sockets.
 
-No thread: a letter is an event, so a learner answers while it computes, as a communication thread
-would. Nothing is lost or doubled. Beats and membership are not letters here: who is gone is known
-`NOTICED` seconds after its death, how many steps the others have made at once.
+No thread: the arrival of a message is an event, so a learner answers while it computes, as a
+communication thread would. Nothing is lost or doubled. Beats and membership need no messages here:
+who is gone is known `NOTICED` seconds after its death, how many steps the others have made at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.ending import average
 from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError
 from loosestep.core.gossip.loop import KEPT_ROUNDS
-from loosestep.core.gossip.mailbox import Mailbox, in_flight, spread
+from loosestep.core.gossip.mailbox import in_flight, spread
 from loosestep.core.gossip.peer import Pending, Transfer
 from loosestep.core.gossip.shadow import Fold, Shadow
 from loosestep.core.messages.frames import HEADER_BYTES, Kind
@@ -51,8 +52,8 @@ class VirtualPending(Pending):
         self._gate.open()
 
 
-class Post:
-    """Carries letters between the mailboxes of some ranks, and knows who is there."""
+class Peers:
+    """The mailboxes that gossip with each other, the links between them, and who is there."""
 
     def __init__(self, clock: Clock, links: Links) -> None:
         self.clock = clock
@@ -74,7 +75,7 @@ class Post:
     def send(
         self, source: int, dest: int, size: int, deliver: Callable[[VirtualMailbox], None]
     ) -> None:
-        """Have something done at a peer when a letter of so many bytes has arrived there, if
+        """Have something done at a peer when a message of so many bytes has arrived there, if
         both still live.
         """
 
@@ -95,7 +96,7 @@ class Post:
 
     def _notice(self, rank: int) -> None:
         for box in self.present():
-            box.mourn(rank)
+            box.drop_peer(rank)
         self.settle()
 
     def present(self) -> list[VirtualMailbox]:
@@ -122,20 +123,20 @@ class Post:
                     self.send(
                         first.rank,
                         other.rank,
-                        first.letter_bytes,
+                        first.message_bytes,
                         lambda there: there.receive_result(result),
                     )
 
         for box in boxes:
-            self.send(box.rank, first.rank, first.letter_bytes, partial(collected, box))
+            self.send(box.rank, first.rank, first.message_bytes, partial(collected, box))
 
 
-class VirtualMailbox(Mailbox):
+class VirtualMailbox:
     """One virtual rank's end of the gossip."""
 
     def __init__(
         self,
-        post: Post,
+        peers: Peers,
         rank: int,
         *,
         members: Sequence[int],
@@ -152,12 +153,12 @@ class VirtualMailbox(Mailbox):
             sum(p.numel() * max(4, p.element_size()) for p in params), len(self.peers)
         )
         self.shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=False)
-        self.letter_bytes = HEADER_BYTES + self.shadow.size * self.shadow.dtype.itemsize
+        self.message_bytes = HEADER_BYTES + self.shadow.size * self.shadow.dtype.itemsize
         self.steps = 0
+        self.per_step = gradients
         self.closed = False
         self.done = False
-        self.per_step = gradients
-        self._post = post
+        self._network = peers
         self._window = window
         self._emit = emit
         self._deadline = deadline
@@ -169,8 +170,8 @@ class VirtualMailbox(Mailbox):
         self._rounds: dict[int, Array] = {}
         self._asked: dict[int, list[int]] = {}
         self._result: Array | None = None
-        self._ended = Gate(post.clock)
-        post.boxes[rank] = self
+        self._ended = Gate(peers.clock)
+        peers.boxes[rank] = self
 
     # ---- training
 
@@ -183,7 +184,7 @@ class VirtualMailbox(Mailbox):
         flying = self._transfers.get(peer)
         if flying is not None:
             return flying.pending
-        pending = VirtualPending(self._post.clock)
+        pending = VirtualPending(self._network.clock)
         if peer not in self._alive:
             pending.finish("skipped")
             return pending
@@ -193,27 +194,32 @@ class VirtualMailbox(Mailbox):
         self._pump(peer)
         return pending
 
-    def boundary(
-        self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None
-    ) -> Fold:
-        """A step was made: y += u; x <- y."""
+    def step(self) -> None:
+        """A step was made."""
         self.steps += 1
         self.shadow.steps += 1
-        fold = self.shadow.boundary(params)
-        fold.seconds = 0.0
-        self._counters["folds"] += 1
-        distance = self._post.distance()
+        distance = self._network.distance()
         if distance is not None:
             self._emit("distance", value=distance)
+
+    def cross(
+        self,
+        tensors: Sequence[torch.Tensor],
+        mode: Mode,
+        *,
+        within: int | None = None,
+        step: int | None = None,
+    ) -> Fold:
+        """y += u; x <- y. It takes no virtual time, so it is always worth its cost."""
+        if mode == "publish" and not self.shadow.unpublished:
+            return Fold(skipped=True)
+        if mode == "lift":
+            fold = self.shadow.lift(tensors, step=self.shadow.steps if step is None else step)
+        else:
+            fold = self.shadow.settle(tensors)
+        fold.seconds = 0.0
+        self._counters["folds"] += 1
         return fold
-
-    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u; x <- y; not a step."""
-        return self.shadow.settle(params)
-
-    def publish(self, params: Sequence[torch.Tensor]) -> Fold:
-        """Every boundary does it."""
-        return Fold(skipped=True)
 
     def lockstep_round(
         self, number: int, neighbours: dict[int, float], timeout: float = 60.0
@@ -256,12 +262,10 @@ class VirtualMailbox(Mailbox):
     def left(self) -> set[int]:
         return set(self.peers) - self._alive - self._dead
 
-    steps: int = 0
-
     @property
     def global_steps(self) -> int:
         """Gradients of all ranks."""
-        return sum(box.steps * box.per_step for box in self._post.boxes.values())
+        return sum(box.steps * box.per_step for box in self._network.boxes.values())
 
     @property
     def consensus_distance(self) -> float:
@@ -285,12 +289,12 @@ class VirtualMailbox(Mailbox):
         """Wait until every live rank has finished too, answering meanwhile; then all hold the
         mean.
         """
-        self.shadow.boundary(params)
+        self.cross(params, "whole")
         self.done = True
         for peer in list(self._transfers):
             self._transfers[peer].waiting.clear()
             self._advance(peer)
-        self._post.settle()
+        self._network.settle()
         if not self._ended.wait(timeout, why="the end of the gossip"):
             raise TimeoutError(f"the end of the run took longer than {timeout} s")
         assert self._result is not None
@@ -325,17 +329,17 @@ class VirtualMailbox(Mailbox):
 
     def close(self) -> None:
         """Be gone, in order; who was killed says nothing any more."""
-        if self.rank in self._post.lost:
+        if self.rank in self._network.lost:
             return
         self.closed = True
-        for box in self._post.present():
+        for box in self._network.present():
             if self.rank in box._alive:
                 box._alive = box._alive - {self.rank}
-        self._post.settle()
+        self._network.settle()
 
-    # ---- letters
+    # ---- messages
 
-    def mourn(self, peer: int, why: str = "its process has ended") -> None:
+    def drop_peer(self, peer: int, why: str = "its process has ended") -> None:
         """A peer is dead: drop its edge, go on without it."""
         if peer not in self._alive:
             return
@@ -364,12 +368,12 @@ class VirtualMailbox(Mailbox):
 
     def _answer_round(self, peer: int, number: int) -> None:
         value = self._rounds[number]
-        self._send(peer, self.letter_bytes, lambda box: box._arrived(self.rank, value))
+        self._send(peer, self.message_bytes, lambda box: box._arrived(self.rank, value))
 
     def ask_shadow(self, peer: int) -> None:
         """A peer wants the shadow as it is."""
         value = self.shadow.flat()
-        self._send(peer, self.letter_bytes, lambda box: box._arrived(self.rank, value))
+        self._send(peer, self.message_bytes, lambda box: box._arrived(self.rank, value))
 
     _waiting: tuple[set[int], dict[int, Array], Gate] | None = None
 
@@ -378,7 +382,7 @@ class VirtualMailbox(Mailbox):
     ) -> dict[int, Array]:
         """Ask the peers for a vector and wait for all that live."""
         values: dict[int, Array] = {}
-        gate = Gate(self._post.clock)
+        gate = Gate(self._network.clock)
         self._waiting = ranks, values, gate
         for peer in sorted(ranks):
             self._send(peer, HEADER_BYTES, ask)
@@ -398,9 +402,9 @@ class VirtualMailbox(Mailbox):
 
     def _send(self, peer: int, size: int, deliver: Callable[[VirtualMailbox], None]) -> None:
         self._counters["bytes_sent"] += size
-        self._post.send(self.rank, peer, size, deliver)
+        self._network.send(self.rank, peer, size, deliver)
 
-    # ---- exchanges, as in `courier.py`
+    # ---- exchanges, as in `core/gossip/loop.py`
 
     def _edge(self, peer: int) -> Edge:
         if peer not in self._edges:
@@ -415,17 +419,17 @@ class VirtualMailbox(Mailbox):
             if message is None:
                 return
             if message.kind is Kind.PING:
-                self._letter(peer, message)
+                self._transmit(peer, message)
                 return
             transfer.flying.add(transfer.waiting.pop())
-            self._letter(peer, message)
+            self._transmit(peer, message)
 
-    def _letter(self, peer: int, message: Message) -> None:
+    def _transmit(self, peer: int, message: Message) -> None:
         size = HEADER_BYTES + (0 if message.value is None else message.value.value.nbytes)
         self._send(peer, size, lambda box: box.receive(self.rank, message))
 
     def receive(self, peer: int, message: Message) -> None:
-        """A letter of an exchange."""
+        """A message of an exchange has arrived."""
         if peer not in self._alive:
             return
         edge = self._edge(peer)
@@ -436,21 +440,21 @@ class VirtualMailbox(Mailbox):
                 Message(message.kind, message.chunk, message.q, message.una, message.weight, value)
             )  # fmt: skip
         except NotFiniteError as error:
-            self.mourn(peer, f"quarantined: {error}")
+            self.drop_peer(peer, f"quarantined: {error}")
             return
         if message.kind is Kind.PING and edge.pending:
-            self._post.clock.call(self._post.clock.now + RETRY, lambda: self._again(peer))
+            self._network.clock.call(self._network.clock.now + RETRY, lambda: self._again(peer))
         for answer in answers:
-            self._letter(peer, answer)
+            self._transmit(peer, answer)
         self._counters["chunks"] += edge.applied - applied
         self._advance(peer, message.chunk)
         if self.done:
-            self._post.settle()
+            self._network.settle()
 
     def _again(self, peer: int) -> None:
-        if peer in self._alive and self.rank not in self._post.lost:
+        if peer in self._alive and self.rank not in self._network.lost:
             for message in self._edge(peer).unanswered():
-                self._letter(peer, message)
+                self._transmit(peer, message)
 
     def _advance(self, peer: int, chunk: int | None = None) -> None:
         transfer = self._transfers.get(peer)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from loosestep.core.collectives.gloo import Channel
-from loosestep.core.gossip.mailbox import Mailbox
+from loosestep.core.gossip.contract import GossipMailbox
 from loosestep.core.thread import Stream
 from loosestep.core.world import World
 from loosestep.events import Trace
@@ -21,7 +21,7 @@ from loosestep.sim.clock import Clock
 from loosestep.sim.cluster import FORWARD, Cluster
 from loosestep.sim.collectives import Meetings, VirtualChannel, VirtualPulse, VirtualStream
 from loosestep.sim.links import Links
-from loosestep.sim.mailbox import Post, VirtualMailbox
+from loosestep.sim.mailbox import Peers, VirtualMailbox
 from loosestep.sim.replay import Shelf, VirtualCondition, VirtualValues
 from loosestep.topology import Topology
 
@@ -112,7 +112,7 @@ class Stage:
         self.ended: dict[int, float] = {}
         self.lost: dict[int, float] = {}
         self._pulses: dict[str, dict[int, VirtualPulse]] = {}
-        self._posts: dict[Any, Post] = {}
+        self._gossip: dict[Any, Peers] = {}
         self._notes = Notes(self.clock)
 
     def open(self, rank: int, topology: Topology | None, deadline: float) -> World:
@@ -143,12 +143,12 @@ class Stage:
             self.clock, world.rank, world=peers, deadline=world.deadline, names=world.home
         )
 
-    def post(self, prefix: str, members: Sequence[int]) -> Post:
-        """What carries the letters between the mailboxes of some ranks."""
+    def peers(self, prefix: str, members: Sequence[int]) -> Peers:
+        """The mailboxes of some ranks, which gossip with each other."""
         key = prefix, tuple(members)
-        if key not in self._posts:
-            self._posts[key] = Post(self.clock, self.links)
-        return self._posts[key]
+        if key not in self._gossip:
+            self._gossip[key] = Peers(self.clock, self.links)
+        return self._gossip[key]
 
     def log(self, rank: int, kind: str, **fields: Any) -> None:
         """An event of a rank."""
@@ -165,8 +165,8 @@ class Stage:
         self.clock.kill(rank)
         for pulse in self._pulses_of(rank):
             pulse.die()
-        for post in self._posts.values():
-            post.lose(rank)
+        for peers in self._gossip.values():
+            peers.lose(rank)
 
     def leave(self, rank: int, reason: str) -> None:
         """Its training function has returned, or failed: what it is still attached to ends as
@@ -178,8 +178,8 @@ class Stage:
         self.log(rank, "ended")
         for pulse in self._pulses_of(rank):
             pulse.fail(reason)
-        for post in self._posts.values():
-            post.lose(rank)
+        for peers in self._gossip.values():
+            peers.lose(rank)
         self.clock.call(self.clock.now, lambda: self.clock.kill(rank))  # its communication threads
 
     def _pulses_of(self, rank: int) -> list[VirtualPulse]:
@@ -264,14 +264,13 @@ class VirtualWorld(World):
         """A strand of this rank."""
         return VirtualStream(self.stage.clock, self.actor.rank, name)
 
-    def mailbox(self, members: Sequence[int], **arguments: Any) -> Mailbox:
-        """Letters that take link time."""
+    def mailbox(self, members: Sequence[int], **arguments: Any) -> GossipMailbox:
+        """This rank's end of the gossip among `members`, whose messages take the time of the
+        links.
+        """
+        peers = self.stage.peers(self.prefix, members)
         return VirtualMailbox(
-            self.stage.post(self.prefix, members),
-            self.rank,
-            members=members,
-            deadline=self.deadline,
-            **arguments,
+            peers, self.rank, members=members, deadline=self.deadline, **arguments
         )
 
     def values(self) -> Values:

@@ -94,6 +94,12 @@ class Cluster:
         return [fields for name, fields in self.events[rank] if name == kind]
 
 
+def step(box, params, mode="due", **options):
+    """Make a step, whose parameters cross."""
+    box.step()
+    return box.cross(params, mode, **options)
+
+
 def start_vector(rank, size, dtype):
     return torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(rank))
 

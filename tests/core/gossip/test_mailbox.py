@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from mailboxes import KEY, QUICK, cluster, cut, die_at, wait_until
+from mailboxes import KEY, QUICK, cluster, cut, die_at, step, wait_until
 
 from loosestep.core.gossip import mailbox
 from loosestep.core.gossip.mailbox import CHUNK_BYTES
@@ -24,7 +24,7 @@ def test_an_exchange_averages_both_shadows():
         assert c.exchange(0, 1, 1 / 3) == "exchanged"
         np.testing.assert_allclose(c.flat(0), a + (b - a) / 3)
         np.testing.assert_allclose(c.flat(1), b + (a - b) / 3)
-        fold = c.boxes[1].boundary(c.params[1], force=True)
+        fold = step(c.boxes[1], c.params[1], "whole")
         np.testing.assert_allclose(c.params[1][0], b + (a - b) / 3)
         assert fold.chunks == 1
 
@@ -56,7 +56,7 @@ def test_the_mean_is_untouched_by_exchanges_with_steps_and_losses(options):
                 else:
                     c.boxes[rank].exchange(peer)
                 c.params[rank][0] += 0.125
-                c.boxes[rank].boundary(c.params[rank])
+                step(c.boxes[rank], c.params[rank])
 
         c.all(work)
         c.finish()
@@ -100,7 +100,7 @@ def test_an_exchange_outlives_the_connections_on_which_it_began() -> None:
     with cluster(2, lose=lambda rank: lose) as c:
         c.exchange(0, 1)  # both connections are there
         c.params[0][0] += 8
-        c.boxes[0].boundary(c.params[0], force=True)
+        step(c.boxes[0], c.params[0], "whole")
         mean = (c.flat(0) + c.flat(1)) / 2
         losing.set()
         pending = c.boxes[0].exchange(1)
@@ -126,7 +126,7 @@ def test_global_steps_count_everybody_and_keep_the_dead():
     with cluster(3) as c:
         for rank in range(3):
             for _ in range(10 * (rank + 1)):
-                c.boxes[rank].boundary(c.params[rank])
+                step(c.boxes[rank], c.params[rank])
         wait_until(lambda: c.boxes[0].global_steps == 60)
         c.boxes[2].close()
         wait_until(lambda: c.boxes[0].left() == {2})
@@ -137,14 +137,14 @@ def test_a_step_may_stand_for_several_gradients():
     with cluster(2, gradients=3) as c:
         for rank in range(2):
             for _ in range(5):
-                c.boxes[rank].boundary(c.params[rank])
+                step(c.boxes[rank], c.params[rank])
         wait_until(lambda: c.boxes[0].global_steps == c.boxes[1].global_steps == 30)
 
 
 def test_a_learner_that_makes_no_progress_is_named_once():
     with cluster(2, timing=Timing(**QUICK, stall=0.2)) as c:
         wait_until(lambda: c.said(0, "peer_no_progress"))
-        c.boxes[1].boundary(c.params[1])
+        step(c.boxes[1], c.params[1])
         assert [event["peer"] for event in c.said(0, "peer_no_progress")] == [1]
 
 
@@ -190,7 +190,7 @@ def test_the_consensus_distance_forgets_the_dead():
         c.exchange(1, 0)
         near = c.boxes[0].consensus_distance
         c.params[2][0] += 100.0
-        c.boxes[2].boundary(c.params[2], force=True)
+        step(c.boxes[2], c.params[2], "whole")
         c.exchange(2, 0)
         assert c.boxes[0].consensus_distance > 10
         c.boxes[2].exchange(0)
@@ -203,7 +203,7 @@ def test_traffic_is_told_now_and_then_and_adds_up(monkeypatch):
     with cluster(2) as c:
         for _ in range(3):
             c.exchange(0, 1)
-            c.boxes[0].boundary(c.params[0])
+            step(c.boxes[0], c.params[0])
         assert len(c.said(0, "traffic")) == 3
         distance = c.said(0, "traffic")[0]["distance"]
     assert sum(event["sent"] for event in c.said(0, "traffic")) == c.boxes[0].counters["bytes_sent"]
@@ -215,7 +215,7 @@ def test_folding_counts_processor_time_apart_from_the_clock():
     with cluster(2, size=200_000) as c:
         begun = time.thread_time()
         for _ in range(5):
-            c.boxes[0].boundary(c.params[0], force=True)
+            step(c.boxes[0], c.params[0], "whole")
         counters = c.boxes[0].counters
         assert 0 < counters["fold_cpu_seconds"] <= time.thread_time() - begun
         assert counters["fold_cpu_seconds"] <= c.boxes[0].cpu_seconds()
@@ -223,7 +223,7 @@ def test_folding_counts_processor_time_apart_from_the_clock():
 
 def test_world_size_one_works():
     with cluster(1) as c:
-        c.boxes[0].boundary(c.params[0])
+        step(c.boxes[0], c.params[0])
         np.testing.assert_allclose(c.boxes[0].consensus(), c.start)
         c.finish()
         torch.testing.assert_close(c.params[0][0], c.start)
@@ -260,38 +260,38 @@ def test_a_round_in_lockstep_that_a_neighbour_never_reaches_says_what_it_needs()
 @pytest.mark.parametrize(("share", "skipped"), [(1e9, False), (1e-9, True)])
 def test_a_boundary_is_skipped_while_folding_has_used_up_its_share(share, skipped):
     with cluster(2, fold_share=share) as c:
-        c.boxes[0].boundary(c.params[0])
-        assert c.boxes[0].boundary(c.params[0]).skipped is skipped
+        step(c.boxes[0], c.params[0])
+        assert step(c.boxes[0], c.params[0]).skipped is skipped
 
 
 def test_staleness_counts_the_steps_whose_fold_was_skipped():
     with cluster(2, fold_share=1e-9) as c:
-        c.boxes[0].boundary(c.params[0])
+        step(c.boxes[0], c.params[0])
         c.exchange(0, 1)
-        assert all(c.boxes[0].boundary(c.params[0]).skipped for _ in range(3))
-        assert c.boxes[0].boundary(c.params[0], force=True).staleness_max == 4
+        assert all(step(c.boxes[0], c.params[0]).skipped for _ in range(3))
+        assert step(c.boxes[0], c.params[0], "whole").staleness_max == 4
 
 
 def test_folding_is_put_off_longer_while_nothing_has_landed():
     with cluster(2) as c:
         box = c.boxes[0]
-        box.boundary(c.params[0])
+        step(box, c.params[0])
         # ten seconds would be enough
         box._fold_share = 1.0
         box._fold_cost = 10.0
         box._folded_at = time.monotonic() - 20
-        assert box.boundary(c.params[0]).skipped
+        assert step(box, c.params[0]).skipped
         c.exchange(1, 0)
-        assert not box.boundary(c.params[0]).skipped
+        assert not step(box, c.params[0]).skipped
 
 
 def test_a_peer_meets_the_parameters_of_the_step_at_which_the_exchange_begins():
     with cluster(2, fold_share=1e-9) as c:
-        c.boxes[0].boundary(c.params[0])
+        step(c.boxes[0], c.params[0])
         c.params[0][0] += 8
-        assert c.boxes[0].boundary(c.params[0]).skipped
-        assert not c.boxes[0].publish(c.params[0]).skipped
-        assert c.boxes[0].publish(c.params[0]).skipped  # they are there
+        assert step(c.boxes[0], c.params[0]).skipped
+        assert not c.boxes[0].cross(c.params[0], "publish").skipped
+        assert c.boxes[0].cross(c.params[0], "publish").skipped  # they are there
         c.exchange(0, 1)
         np.testing.assert_allclose(c.flat(0), c.flat(1))
         np.testing.assert_allclose(c.flat(0) + c.flat(1), c.start.numpy() + 8)
@@ -310,7 +310,7 @@ def test_an_exchange_begins_when_the_parameters_have_come_from_their_accelerator
             staging, "send", lambda *pairs, **after: (arrived.wait(10), send(*pairs, **after))[1]
         )
         c.params[0][0] += 8
-        c.boxes[0].boundary(c.params[0])
+        step(c.boxes[0], c.params[0])
         pending = c.boxes[0].exchange(1)
         assert not pending.wait(0.2)
         arrived.set()
@@ -321,18 +321,18 @@ def test_an_exchange_begins_when_the_parameters_have_come_from_their_accelerator
 
 def test_a_snapshot_is_as_old_as_the_parameters_it_was_taken_of():
     with cluster(2, fold_share=1e-9) as c:
-        c.boxes[0].boundary(c.params[0])
+        step(c.boxes[0], c.params[0])
         for _ in range(3):
-            assert c.boxes[0].boundary(c.params[0]).skipped
+            assert step(c.boxes[0], c.params[0]).skipped
         c.exchange(1, 0)  # it meets the parameters of three steps ago
-        assert c.boxes[0].boundary(c.params[0], force=True).staleness_max == 4
+        assert step(c.boxes[0], c.params[0], "whole").staleness_max == 4
 
 
 def test_nothing_that_has_landed_gets_older_than_the_bound():
     with cluster(2, fold_share=1e-9) as c:
-        c.boxes[0].boundary(c.params[0])
+        step(c.boxes[0], c.params[0])
         c.exchange(0, 1)
-        folds = [c.boxes[0].boundary(c.params[0], within=3) for _ in range(6)]
+        folds = [step(c.boxes[0], c.params[0], within=3) for _ in range(6)]
         assert [fold.skipped for fold in folds] == [True, True, False, True, True, False]
         assert folds[2].staleness_max == 3
 
@@ -340,8 +340,8 @@ def test_nothing_that_has_landed_gets_older_than_the_bound():
 def test_nothing_lands_on_parameters_older_than_the_bound():
     with cluster(2, fold_share=1e-9) as c:
         for _ in range(7):
-            c.boxes[0].boundary(c.params[0], within=2)
+            step(c.boxes[0], c.params[0], within=2)
         c.exchange(1, 0)
         wait_until(lambda: c.boxes[0]._shadow.waiting)
-        folds = [c.boxes[0].boundary(c.params[0], within=2) for _ in range(2)]
+        folds = [step(c.boxes[0], c.params[0], within=2) for _ in range(2)]
         assert max(fold.staleness_max for fold in folds if fold.chunks) <= 2

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from mailboxes import QUICK, cluster, die_at, start_vector, wait_until
+from mailboxes import QUICK, cluster, die_at, start_vector, step, wait_until
 
 from loosestep.core.gossip.mailbox import CHUNK_BYTES
 from loosestep.core.gossip.peer import Timing
@@ -250,7 +250,7 @@ def test_a_rank_that_one_peer_evicted_ends_with_the_others_when_these_have_left_
 def test_a_peer_that_sends_nan_is_quarantined_and_the_others_stay_finite(bad):
     with cluster(3) as c:
         c.params[2][0][5] = bad
-        c.boxes[2].boundary(c.params[2], force=True)
+        step(c.boxes[2], c.params[2], "whole")
         assert c.exchange(0, 2) == "dropped"
         c.boxes[2].exchange(1)
         wait_until(lambda: c.boxes[1].dead() == {2})
@@ -283,7 +283,7 @@ def test_a_silent_peer_with_an_unfinished_exchange_costs_no_turns():
 def test_nan_that_nobody_has_met_does_not_get_into_a_mean(ending):
     with cluster(3) as c:
         c.params[2][0][5] = float("nan")
-        c.boxes[2].boundary(c.params[2], force=True)
+        step(c.boxes[2], c.params[2], "whole")
         mean = (c.flat(0) + c.flat(1)) / 2
         if ending:
             c.finish()
@@ -313,4 +313,4 @@ def test_a_failed_communication_thread_is_reported_at_the_next_call():
         c.boxes[0].exchange(1).wait(5)
         wait_until(lambda: not c.boxes[0]._thread.is_alive())
         with pytest.raises(ConnectionError, match="has failed"):
-            c.boxes[0].boundary(c.params[0])
+            step(c.boxes[0], c.params[0])

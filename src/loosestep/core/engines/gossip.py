@@ -21,8 +21,7 @@ from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.momentum import momentum
 from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.gossip.budget import FOLDING, RELAYING, Pace
-from loosestep.core.gossip.mailbox import Mailbox
-from loosestep.core.gossip.peer import Pending
+from loosestep.core.gossip.contract import Exchange, GossipMailbox, Mode
 from loosestep.core.gossip.replayed_mailbox import ReplayedMailbox
 from loosestep.core.gossip.shadow import Fold
 from loosestep.core.replica.shards import local, reshard, sharding_modules
@@ -32,15 +31,6 @@ from loosestep.record.recorder import Recorder
 from loosestep.strategies.adpsgd import ADPSGD
 
 log = logging.getLogger("loosestep")
-
-
-Box = Mailbox | ReplayedMailbox
-Way = Callable[[Box, Vector], Fold]
-
-
-def completely(box: Box, tensors: Vector) -> Fold:
-    """A step was made, and everything lands."""
-    return box.boundary(tensors, force=True)
 
 
 class GossipEngine:
@@ -66,7 +56,7 @@ class GossipEngine:
         self._size = sum(
             tensor.numel() for tensor in (*learner.replica.params, *self._statistics())
         )
-        self._begun: list[tuple[int, int, Pending]] = []
+        self._begun: list[tuple[int, int, Exchange]] = []
         cores = (
             len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
         )
@@ -78,7 +68,7 @@ class GossipEngine:
             # As often as the relay can where there are statistics, which drift apart faster than
             # parameters.
             self._fold_share = 1.0 if learner.replica.floating else RELAYING
-        self._mailbox: Box | None = None
+        self._mailbox: GossipMailbox | None = None
         self._members = self._lane()
         self._gone = set[int]()
         self._parts = 1
@@ -126,7 +116,7 @@ class GossipEngine:
             raise
         comm.close()
 
-    def _make_mailbox(self, tensors: Vector, key: str | None, encrypt: bool) -> Box:
+    def _make_mailbox(self, tensors: Vector, key: str | None, encrypt: bool) -> GossipMailbox:
         tape = self._learner.tape
         if isinstance(tape, Player):
             return ReplayedMailbox(tape, world=self._members, params=tensors)
@@ -158,23 +148,28 @@ class GossipEngine:
 
     def fold(self) -> None:
         """y <- y + u; x <- y"""
-        self._land(lambda box, tensors: box.boundary(tensors, within=self._strategy.max_staleness))
+        self._step()
+        self._land("due", within=self._strategy.max_staleness)
 
     def _publish(self) -> None:
         """The same before an exchange, where this step's fold was put off: the peer is to meet
         what is, not what was.
         """
-        self._land(lambda box, tensors: box.publish(tensors))
+        self._land("publish")
 
-    def _land(self, way: Way) -> None:
+    def _step(self) -> None:
+        if self._mailbox is not None:
+            self._mailbox.step()
+
+    def _land(self, mode: Mode, *, within: int | None = None) -> None:
         floors = self._floors()
-        self._cross(self._tensors(), way)
+        self._cross(self._tensors(), mode, within=within)
         self._keep_positive(floors)
 
-    def _cross(self, tensors: Vector, way: Way) -> None:
-        """y <- y + u; x <- y, in one of the mailbox's ways."""
+    def _cross(self, tensors: Vector, mode: Mode, *, within: int | None = None) -> None:
+        """y <- y + u; x <- y"""
         assert self._mailbox is not None
-        self._note(way(self._mailbox, tensors))
+        self._note(self._mailbox.cross(tensors, mode, within=within))
 
     def _note(self, fold: Fold, late: int = 0) -> None:
         """Tell what was folded, which reached the parameters so many steps late."""
@@ -215,7 +210,8 @@ class GossipEngine:
 
     def mix(self, round_number: int) -> None:
         """One round of exactly the mixing matrix, from exactly the values of this step."""
-        self._land(completely)
+        self._step()
+        self._land("whole")
         row = (
             self._graph.round(self._me, round_number, self._alive())
             if self._mailbox is not None
@@ -227,7 +223,7 @@ class GossipEngine:
             weights = {self._members[peer]: weight for peer, weight in row.items()}
             self._mailbox.lockstep_round(round_number, weights, timeout=self._world.deadline)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="lockstep")
-        self._land(lambda box, tensors: box.settle(tensors))
+        self._land("whole")
 
     def wait_for(self, age: int) -> None:
         """Wait for own exchanges that were begun `age` or more steps ago, as long as their peer
@@ -344,7 +340,7 @@ class GossipEngine:
         if self._mailbox is not None:
             self._mailbox.steps = self._learner.state["step"]
         if not self._ending:
-            self._land(lambda box, tensors: box.settle(tensors))
+            self._land("whole")
 
     # Inside ---------------------------------------------------------------------------------------
 

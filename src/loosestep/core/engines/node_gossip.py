@@ -20,9 +20,9 @@ import torch
 from loosestep.core.collectives.collective import Collective
 from loosestep.core.contracts import Invitation, Kind, Offer, Parcel, Vector
 from loosestep.core.engines.collective import align
-from loosestep.core.engines.gossip import GossipEngine, Way, completely, write
+from loosestep.core.engines.gossip import GossipEngine, write
 from loosestep.core.engines.gradients import GradientAverager, Plain
-from loosestep.core.gossip.mailbox import Mailbox
+from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.shadow import Fold
 from loosestep.core.pending import Pending
 from loosestep.core.replica.replica import Replica, Snapshot
@@ -229,8 +229,9 @@ class NodeGossipEngine(GossipEngine):
         elif self._defers:
             self._fold_in_passing()
         else:
+            self._step()
             self._comm.invite()
-            self._land(completely)
+            self._land("whole")
 
     # The same where the parameters are on an accelerator: in passing, so that the compute thread
     # never waits. Now and then, at a boundary that all ranks of the node agree on,
@@ -273,9 +274,7 @@ class NodeGossipEngine(GossipEngine):
         return agreed
 
     def _fold_in_passing(self) -> None:
-        if self._mailbox is not None:
-            assert isinstance(self._mailbox, Mailbox)
-            self._mailbox.step()
+        self._step()
         counts = self.averager is None and self._mates > 1  # nothing else makes them meet
         if counts:
             self._hear_count()
@@ -283,7 +282,7 @@ class NodeGossipEngine(GossipEngine):
             self._heard += self._mates
         if len(self._comm.present) < self._mates:
             self._comm.invite()
-            self._land(lambda box, tensors: box.settle(tensors))
+            self._land("whole")
         elif self._all_are_back():
             self._take_in()
             self._send_off()
@@ -311,10 +310,8 @@ class NodeGossipEngine(GossipEngine):
         fold = Fold()
         vector = [*snapshot.vector, self._extra]
         if self._mailbox is not None:
-            assert isinstance(self._mailbox, Mailbox)
-            fold = self._mailbox.lift(
-                [flat.view(self._lanes, -1)[self._shard] for flat in vector], step=step
-            )
+            pieces = [flat.view(self._lanes, -1)[self._shard] for flat in vector]
+            fold = self._mailbox.cross(pieces, "lift", step=step)
         heard = self._share(vector)
         snapshot.buffers.neg_().add_(mean).add_(self._extra[:size])
         return Crossed(fold, heard, time.thread_time() - begun)
@@ -345,18 +342,18 @@ class NodeGossipEngine(GossipEngine):
             self._comm.invite()
         super().mix(round_number)
 
-    def _land(self, way: Way) -> None:
+    def _land(self, mode: Mode, *, within: int | None = None) -> None:
         vector = self._shared_vector()
         floors = self._floors()
         if not self._splits:
-            self._cross(self._pieces(vector), way)
+            self._cross(self._pieces(vector), mode, within=within)
             return
         # somebody did not make this step: its shard comes from one who did
         if len(self._comm.present) < self._mates:
             leader = self._comm.present[0]
             vector = self._comm.broadcast_state({"vector": vector}, root=leader)["vector"]
         if self._mailbox is not None:
-            self._cross(self._pieces(vector), way)
+            self._cross(self._pieces(vector), mode)
         start = self.trace.clock()
         self._heard = self._share(vector)
         self.trace.emit("wait", seconds=self.trace.clock() - start, reason="node")
@@ -444,7 +441,8 @@ class NodeGossipEngine(GossipEngine):
         """Take part in what the node's other ranks do while this one waits."""
         with self._learner.replica.staging.stand_in():
             if invitation.kind is Kind.EXCHANGE:
-                self._land(completely)
+                self._step()
+                self._land("whole")
             else:
                 self._swap_in()()
 

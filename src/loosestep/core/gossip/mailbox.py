@@ -2,7 +2,8 @@
 
     mailbox = Mailbox(store, rank, world=[0, 1, 2, 3], params=tensors, layout=digest, run_id="run-7")
     pending = mailbox.exchange(peer, 0.5)      # never blocks: the shadows of both ranks are averaged in the background
-    fold = mailbox.boundary(params)            # after the optimizer's step: what has landed is added to the parameters
+    mailbox.step()                             # after the optimizer's step
+    fold = mailbox.cross(params, "due")        # what has landed is added to the parameters
     mean = mailbox.consensus()                 # flat mean of the live shadows, nobody stops for it
     mailbox.finish(params)                     # identical parameters on every live rank
     mailbox.close()
@@ -37,6 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from loosestep.core.gossip.budget import IDLE
+from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.loop import Courier
 from loosestep.core.gossip.peer import Pending, Timing
 from loosestep.core.gossip.shadow import Fold, Shadow
@@ -199,26 +201,8 @@ class Mailbox:
         self._shadow.when_published(begin)
         return pending
 
-    def boundary(
-        self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None
-    ) -> Fold:
-        """A step was made: y += u; x <- y. Skipped while folding would take more than `fold_share`
-        of a core, or while nothing has landed a part of that: a large model folds less often than
-        every step. With `force`, or once something that has landed, or would, is `within` steps
-        old, it is not skipped, and complete when it returns.
-        """
-        now = self.step()
-        # what lands next is as old as that
-        unpublished = self._shadow.steps - self._shadow.published
-        if force or (within is not None and max(self._shadow.age, unpublished) >= within):
-            return self._counted(self._shadow.settle, params, now)
-        share = self._fold_share if self._shadow.waiting else IDLE * self._fold_share
-        if self._shadow.busy or now - self._folded_at < self._fold_cost / share:
-            return Fold(skipped=True)
-        return self._counted(self._shadow.boundary, params, now)
-
-    def step(self) -> float:
-        """A step was made, whose parameters come later: see `lift`. When it was made."""
+    def step(self) -> None:
+        """Count a step of this rank."""
         self._check()
         now = time.monotonic()
         self._courier.progress += 1
@@ -226,52 +210,58 @@ class Mailbox:
         self._courier.stepped = now
         if now - self._told > TELL:
             self._tell(now)
-        return now
 
-    def publish(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u; x <- y before an exchange, unless the shadow holds this step's parameters
-        already.
-        """
-        if self._shadow.published == self._shadow.steps or self._shadow.busy:
-            return Fold(skipped=True)
-        return self._counted(self._shadow.boundary, params, time.monotonic())
-
-    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u; x <- y, complete when it returns; not a step."""
-        self._check()
-        return self._counted(self._shadow.settle, params, time.monotonic())
-
-    def lift(self, copy: Sequence[torch.Tensor], *, step: int) -> Fold:
-        """y += u with a copy of the x after some step, which becomes y - x. A communication thread
-        may call it while the compute thread calls nothing that folds.
-        """
-        self._check()
-        return self._counted(partial(self._shadow.lift, step=step), copy, time.monotonic())
-
-    def _counted(
+    def cross(
         self,
-        make: Callable[[Sequence[torch.Tensor]], Fold],
-        params: Sequence[torch.Tensor],
-        now: float,
+        tensors: Sequence[torch.Tensor],
+        mode: Mode,
+        *,
+        within: int | None = None,
+        step: int | None = None,
     ) -> Fold:
-        """Fold, and keep what it cost: CPU time, since on a busy machine the clock also counts
-        the work of others.
+        """y += u; x <- y. "due" is skipped while folding would take more than `fold_share` of a
+        core, or while nothing has landed a part of that: a large model folds less often than every
+        step.
         """
+        self._check()
+        shadow = self._shadow
+        now = time.monotonic()
+        if mode == "due" and within is not None and max(shadow.age, shadow.unpublished) >= within:
+            mode = "whole"  # what lands next is as old as what is published
+        if (mode == "due" and not self._is_worth_it(now)) or (
+            mode == "publish" and not shadow.unpublished
+        ):
+            return Fold(skipped=True)
         used = time.thread_time()
-        fold = make(params)
-        cost = time.thread_time() - used if self._shadow.relay is None else fold.seconds
+        if mode == "lift":
+            fold = shadow.lift(tensors, step=shadow.steps if step is None else step)
+        elif mode == "whole" or shadow.relay is None:
+            fold = shadow.settle(tensors)
+        else:
+            fold = shadow.boundary(tensors)
+        if not fold.skipped:
+            # CPU time, since on a busy machine the clock also counts the work of others.
+            self._count(
+                fold, now, time.thread_time() - used if shadow.relay is None else fold.seconds
+            )
+        return fold
+
+    def _is_worth_it(self, now: float) -> bool:
+        share = self._fold_share if self._shadow.waiting else IDLE * self._fold_share
+        return not self._shadow.busy and now - self._folded_at >= self._fold_cost / share
+
+    def _count(self, fold: Fold, now: float, cost: float) -> None:
         self._folded_at = now
         self._fold_cost = cost if not self._folds else 0.8 * self._fold_cost + 0.2 * cost
         self._folds += 1
         self._fold_seconds += fold.seconds
         self._fold_cpu += cost
-        return fold
 
     def lockstep_round(
         self, number: int, neighbours: dict[int, float], timeout: float = 60.0
     ) -> None:
         """y <- y + sum_j w_j (y_j - y), all values taken from the start of this round on every
-        rank. Blocks. The result is in the shadow: fold it with `boundary(params, force=True)`.
+        rank. Blocks. The result is in the shadow: fold it with `cross(params, "whole")`.
         """
         pending = Pending()
         self._do(lambda: self._courier.lockstep(number, neighbours, pending))
@@ -351,7 +341,7 @@ class Mailbox:
         """Wait until every live rank has finished too, answering meanwhile; then all hold the same
         parameters, the mean of the live shadows.
         """
-        self.settle(params)
+        self.cross(params, "whole")
         courier = self._courier
         self._do(courier.finish)
         self._wait(courier.ended, timeout, "the end of the run")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.ending import average
 from loosestep.core.gossip.mailbox import spread
 from loosestep.core.gossip.peer import Pending
@@ -56,33 +57,33 @@ class ReplayedMailbox:
         pending.finish("exchanged")
         return pending
 
-    def boundary(
-        self, params: Sequence[torch.Tensor], *, force: bool = False, within: int | None = None
-    ) -> Fold:
-        """y += u; x <- y, each chunk between the same events; skipped where it was."""
+    def step(self) -> None:
+        """A step was made."""
         self.steps += 1
         self._shadow.steps += 1
-        if self._player.peek() is not Kind.BOUNDARY:
-            return Fold(skipped=True)
-        return self.settle(params)
 
-    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u; x <- y; not a step."""
-        self._player.mark(Kind.BOUNDARY, do=lambda: self._shadow.open_boundary(params))
+    def cross(
+        self,
+        tensors: Sequence[torch.Tensor],
+        mode: Mode,
+        *,
+        within: int | None = None,
+        step: int | None = None,
+    ) -> Fold:
+        """y += u; x <- y, each chunk between the same events; skipped where it was."""
+        if mode != "whole" and self._player.peek() is not Kind.BOUNDARY:
+            return Fold(skipped=True)
+        self._player.mark(Kind.BOUNDARY, do=lambda: self._shadow.open_boundary(tensors))
         folds: list[Fold] = []
 
         def close() -> None:
             for chunk in range(self._shadow.chunks):
                 self._shadow.cross(chunk)
-            folds.append(self._shadow.close_boundary(params))
+            folds.append(self._shadow.close_boundary(tensors))
 
         self._player.mark(Kind.LANDED, do=close)
         self._folds += 1
         return folds[0]
-
-    def publish(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u; x <- y, where it was necessary."""
-        return self.settle(params) if self._player.peek() is Kind.BOUNDARY else Fold(skipped=True)
 
     def lockstep_round(
         self, number: int, neighbours: dict[int, float], timeout: float = 60.0
@@ -99,7 +100,7 @@ class ReplayedMailbox:
     def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
         """The same end."""
         self._result = np.empty(self._shadow.size, dtype=self._shadow.dtype)
-        self.settle(params)
+        self.cross(params, "whole")
         self._player.mark(Kind.ASSIGN)
         self._shadow.assign(params, self._result)
 

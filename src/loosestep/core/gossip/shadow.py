@@ -268,6 +268,11 @@ class Shadow:
         )
 
     @property
+    def unpublished(self) -> int:
+        """Steps since the one whose parameters the base holds."""
+        return self.steps - self.published
+
+    @property
     def waiting(self) -> bool:
         """Whether something has landed that is not in the parameters yet."""
         return any(part.landed.chunks for part in self._chunks)
