@@ -27,11 +27,12 @@ from loosestep.core.engines.wrapped import (
     averages_gradients,
     check_fit,
     check_gossip,
+    check_spread,
     look_inside,
 )
 from loosestep.core.plain_state import flatten
 from loosestep.core.plain_torch import in_plain_torch
-from loosestep.core.replica.replica import Replica
+from loosestep.core.replica.replica import Replica, check_memory
 from loosestep.core.world import World, open_world, simulated
 from loosestep.record.format import Recording, RecordingError, rank_file
 from loosestep.record.player import Player, require_same
@@ -353,6 +354,8 @@ def _check(
     mates = world.topology.mates(world.rank)
     inside = look_inside(model, mates)
     check_fit(inside, strategy, world.topology, mates)
+    check_spread(optimizers, strategy, mates)
+    check_memory(model)
     complex_ones = [
         name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()
     ]

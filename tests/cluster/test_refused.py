@@ -49,6 +49,18 @@ def bad(rank: int, case: str):
         strategy = "allreduce"
     elif case == "hooks":
         strategy = "allreduce"
+    elif case == "shared memory":
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight.data = model[0].weight.data
+        optimizer = sgd(model)
+    elif case.startswith("zero"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        strategy = "daso" if case == "zero, nodes" else "localsgd:replica=rank"
+    elif case == "a number":
+        strategy = 3
     elif case == "not a module":
         model = "net"
     elif case == "not an optimizer":
@@ -78,6 +90,10 @@ def bad(rank: int, case: str):
         ),
         ("dtype", ["'weight: (2, 3) float64' on rank 1"] * 2),
         ("more", ["1 tensors on rank 1, 2 on rank 0"] * 2),
+        ("shared memory", ["parameters 0.weight and 1.weight share memory"] * 2),
+        ("zero, nodes", ["over ranks 0, 1 and gives them all the same parameters"] * 2),
+        ("zero, ranks", ["lets each rank learn on its own; use a plain optimizer"] * 2),
+        ("a number", ["as in 'daso:period=8', got int"] * 2),
         (
             "nan",
             [

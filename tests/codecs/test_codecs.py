@@ -20,11 +20,18 @@ def there_and_back(way: Codec, values: torch.Tensor, seed: int = 0) -> torch.Ten
 @pytest.mark.parametrize("way", ALL, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @settings(max_examples=30, deadline=None)
-@given(rows=st.integers(1, 4), count=st.integers(1, 1100), seed=st.integers(0, 99), scale=st.floats(1e-20, 1e20))
+@given(
+    rows=st.integers(1, 4),
+    count=st.integers(1, 1100),
+    seed=st.integers(0, 99),
+    scale=st.floats(1e-20, 1e20),
+)
 def test_a_row_takes_the_bytes_that_its_length_says_and_comes_back_within_its_error(
     way: Codec, dtype: torch.dtype, rows: int, count: int, seed: int, scale: float
 ) -> None:
-    values = torch.randn(rows, count, dtype=dtype, generator=torch.Generator().manual_seed(seed)) * scale
+    values = (
+        torch.randn(rows, count, dtype=dtype, generator=torch.Generator().manual_seed(seed)) * scale
+    )
     codes = way.encode(values, seed=seed)
     back = way.decode(codes, torch.empty_like(values))
     assert codes.shape == (rows, way.size(count))
@@ -74,7 +81,9 @@ def test_what_is_not_finite_never_becomes_a_number(way: Codec, bad: float, place
 
 
 @pytest.mark.parametrize("way", ALL, ids=str)
-def test_a_coded_vector_that_is_sent_again_and_again_with_what_is_left_over_arrives(way: Codec) -> None:
+def test_a_coded_vector_that_is_sent_again_and_again_with_what_is_left_over_arrives(
+    way: Codec,
+) -> None:
     target = torch.randn(1, 3000, dtype=torch.float64).pow(3)
     got, rest = torch.zeros_like(target), []
     for step in range(12):
@@ -92,10 +101,14 @@ def test_qsgd_has_no_bias() -> None:
     above = (values[0] / step) % 1.0  # the probability of rounding up
     sigma = step * (above * (1 - above) / trials).sqrt()
     assert ((mean - values[0]).abs() <= 5 * sigma + 2.0**-16 * step).all()
-    assert ((mean - values[0]) / sigma).abs().mean() > 0.6  # .8 if it is chance: the probabilities are these
+    assert (
+        (mean - values[0]) / sigma
+    ).abs().mean() > 0.6  # .8 if it is chance: the probabilities are these
 
 
-@pytest.mark.parametrize(("way", "most"), [(BF16(), 2.0), (Int8(), 1.001), (Int8(block=256), 1.016), (QSGD(), 1.008)])
+@pytest.mark.parametrize(
+    ("way", "most"), [(BF16(), 2.0), (Int8(), 1.001), (Int8(block=256), 1.016), (QSGD(), 1.008)]
+)
 def test_bytes_a_value(way: Codec, most: float) -> None:
     assert most - 0.01 < way.bytes_per_value <= most
 

@@ -85,6 +85,8 @@ def test_a_graph_or_matrix_survives_the_round_trip_among_other_fields(graph):
         ("localsgd:local_period=2", "needs replica='node'"),
         ("adpsgd:rate=abc", "rate must be above 0 and at most 16 exchanges per step, got 'abc'"),
         ("adpsgd:cpu_share=abc", "cpu_share must be above 0 and at most 1, got 'abc'"),
+        ("daso:threshold=asdf", "threshold must be at least 0 and below 1, got 'asdf'"),
+        ("adpsgd:topology=-1", "unknown topology -1; valid are ring"),
         ("localsgd:replica=gpu", "replica must be one of 'rank', 'node'"),
     ],
 )

@@ -48,7 +48,11 @@ class Codec:
 
     def __str__(self) -> str:
         """The form that `codec` reads: the name and the fields that differ from their defaults."""
-        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
         return self.name + (":" + ",".join(changed) if changed else "")
 
 

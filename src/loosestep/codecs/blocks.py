@@ -31,7 +31,11 @@ def parts(codes: torch.Tensor, values: torch.Tensor, block: int) -> Iterator[Par
     levels = codes[:, 4 * blocks : 4 * blocks + count].view(torch.int8)
     if full:
         shape, at = (rows, full, block), full * block
-        yield Part(values[:, :at].unflatten(1, shape[1:]), scales[:, :full], levels[:, :at].unflatten(1, shape[1:]))
+        yield Part(
+            values[:, :at].unflatten(1, shape[1:]),
+            scales[:, :full],
+            levels[:, :at].unflatten(1, shape[1:]),
+        )
     if full < blocks:
         at = full * block
         yield Part(values[:, None, at:], scales[:, full:], levels[:, None, at:])

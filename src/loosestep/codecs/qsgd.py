@@ -42,14 +42,18 @@ class QSGD(Codec):
         codes = new_codes(values, self.block)
         chance = torch.Generator(values.device).manual_seed(seed)
         for block, scales, levels in parts(codes, values, self.block):
-            norm = torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64)  # squares overflow
+            norm = torch.linalg.vector_norm(
+                block, dim=2, keepdim=True, dtype=torch.float64
+            )  # squares overflow
             scales.copy_(norm / self.levels)
             steps = torch.where(norm > TINY, self.levels / norm, 0).to(block.dtype)
             count = block.numel()
             draws = torch.empty(-(-count // 4), dtype=torch.int64, device=block.device)
             draws.random_(-(2**63), None, generator=chance)  # four of 16 bits at a time
             noise = torch.empty(block.shape, dtype=block.dtype, device=block.device)
-            noise.copy_(draws.view(torch.int16)[:count].view(block.shape)).add_(32768.5).mul_(2.0**-16)
+            noise.copy_(draws.view(torch.int16)[:count].view(block.shape)).add_(32768.5).mul_(
+                2.0**-16
+            )
             levels.copy_(noise.addcmul_(block, steps).floor_().clamp_(-self.levels, self.levels))
         return codes
 

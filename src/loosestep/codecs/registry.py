@@ -29,9 +29,13 @@ def codec(text: str | Codec) -> Codec:
     for part in filter(None, map(str.strip, rest.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value.lstrip("-").isdigit():
-            raise ValueError(f"expected field=whole number in {text!r}, got {part!r}, as in 'int8:block=256'")
+            raise ValueError(
+                f"expected field=whole number in {text!r}, got {part!r}, as in 'int8:block=256'"
+            )
         if key not in valid:
-            raise ValueError(f"{name} has no field {key!r}; its fields are: {', '.join(valid) or 'none'}")
+            raise ValueError(
+                f"{name} has no field {key!r}; its fields are: {', '.join(valid) or 'none'}"
+            )
         if key in chosen:
             raise ValueError(f"{key} is given twice in {text!r}")
         chosen[key] = int(value)

@@ -42,6 +42,11 @@ def strategy(text: str | Strategy) -> Strategy:
     """The strategy that `NAME` or `NAME:field=value,field=value` describes."""
     if isinstance(text, Strategy):
         return text
+    if not isinstance(text, str):
+        raise TypeError(
+            "a strategy is given as an object or by name, as in 'daso:period=8', got "
+            f"{type(text).__name__}"
+        )
     name, _, rest = text.strip().partition(":")
     if name not in STRATEGIES:
         raise ValueError(

@@ -53,7 +53,7 @@ class ADPSGD(Strategy):
     def __post_init__(self) -> None:
         if hasattr(self.topology, "tolist"):  # a matrix of numpy or torch
             object.__setattr__(self, "topology", self.topology.tolist())
-        if isinstance(self.topology, str):
+        if isinstance(self.topology, str) or not isinstance(self.topology, Mapping | Sequence):
             known = ", ".join(TOPOLOGIES)
             require(
                 self.topology in TOPOLOGIES,

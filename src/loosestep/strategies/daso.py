@@ -90,8 +90,8 @@ class DASO(Strategy):
                 f"{self.cooldown}",
             )
         require(
-            0 <= self.threshold < 1,
-            f"threshold must be at least 0 and below 1, got {self.threshold}",
+            isinstance(self.threshold, int | float) and 0 <= self.threshold < 1,
+            f"threshold must be at least 0 and below 1, got {self.threshold!r}",
         )
         require_choice("merge", self.merge, ("delta", "stale"))
         require_choice("lanes", self.lanes, ("sharded", "rotating"))

@@ -5,8 +5,10 @@ strategy says.
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +26,7 @@ from loosestep.core.contracts import (
 )
 from loosestep.core.engines.gradients import GradientAverager, Plain
 from loosestep.core.engines.learner import Learner
+from loosestep.core.engines.optimizers import align_optimizers, digest
 from loosestep.core.engines.wrapped import averages_gradients
 from loosestep.core.errors import CommError
 from loosestep.core.pending import Pending
@@ -36,6 +39,9 @@ from loosestep.core.replica.shards import (
     sharding_modules,
 )
 from loosestep.core.world import World
+from loosestep.topology import Topology
+
+log = logging.getLogger("loosestep")
 
 
 @dataclass
@@ -63,7 +69,7 @@ class CollectiveEngine:
         self._stay = world.reach is not None and world.reach.lanes
         self.averager: GradientAverager | None = None
         comm.member = self
-        align(learner, comm)
+        align(learner, comm, world.topology)
         self._strategy.prepare(self.state, self._replica, comm.part)
         if averages_gradients(learner.inside, self._strategy, world.topology):
             self.averager = GradientAverager(
@@ -327,18 +333,41 @@ class CollectiveEngine:
         self._equalise()
 
     def _mean(self) -> Landed:
-        """The mean of all replicas, in new memory; when all ranks are one replica it has nothing
-        to average but buffers.
+        """The mean of all replicas, in new memory; when all ranks are one replica, and are seen to
+        be, it has nothing to average but buffers.
         """
-        vector = (
-            []
-            if self._strategy.learner == "world"
-            else self._strategy.truth(self.state, self._replica)
-        )
-        settle = self._strategy.learner == "node" and self._strategy.scope(self.state) == "rank"
-        return self._comm.average(
-            Offer(vector=vector, buffers=self._replica.pack_buffers(), form="mean", settle=settle)
-        )
+        vector = self._strategy.truth(self.state, self._replica)
+        buffers = self._replica.pack_buffers()
+        if self._strategy.learner != "world":
+            settle = self._strategy.learner == "node" and self._strategy.scope(self.state) == "rank"
+            return self._comm.average(
+                Offer(vector=vector, buffers=buffers, form="mean", settle=settle)
+            )
+        if self._is_one_replica(vector):
+            return self._comm.average(Offer(vector=[], buffers=buffers, form="mean"))
+        mine = [flat.clone() for flat in vector]
+        mean = self._comm.average(Offer(vector=vector, buffers=buffers, form="mean", settle=True))
+        apart = [float((a - b).double().square().sum()) for a, b in zip(mine, vector, strict=True)]
+        spread = self._comm.census(sum(apart))
+        return replace(mean, distance=math.sqrt(sum(own for (own,) in spread) / len(spread)))
+
+    def _is_one_replica(self, vector: Vector) -> bool:
+        """Whether all ranks hold the same parameters; of shards, those of a lane."""
+        digests = [row[0] for row in self._comm.census(digest("", vector))]
+        topology = self._comm.topology
+        lanes = [topology.lane(k) for k in range(topology.lanes)]
+        groups = lanes if self._replica.sharded else [range(len(digests))]
+        apart = [r for group in groups for r in group if digests[r] != digests[group[0]]]
+        if not apart:
+            self.trace.emit("distance", value=0.0)
+        elif self._comm.rank == 0:
+            log.warning(
+                "the ranks train one model together, and the parameters of rank(s) %s are not "
+                "those of rank 0 any more (run.stats['consensus_distance'] says how far); the "
+                "usual causes are learning rates or optimizer states that differ between ranks",
+                ", ".join(map(str, apart)),
+            )
+        return not apart
 
     def _adopt_mean(self, mean: Landed) -> None:
         if mean.vector:
@@ -423,9 +452,9 @@ class CollectiveEngine:
         return scope
 
 
-def align(learner: Learner, comm: Comm) -> None:
+def align(learner: Learner, comm: Comm, topology: Topology) -> None:
     """All replicas start from rank 0's parameters and buffers, frozen ones included; shards from
-    those of its node.
+    those of its node. So do the optimizers of one learner.
     """
     reshard(sharding_modules(learner.model))
     params = list(learner.model.parameters())
@@ -442,6 +471,7 @@ def align(learner: Learner, comm: Comm) -> None:
         )
     mine = [*whole, *shards]
     _take_over(mine, comm.broadcast_state({"tensors": mine}, root=0)["tensors"])
+    align_optimizers(learner, comm, topology)
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ class GossipEngine:
         self._me = world.rank
         comm = Collective(world, world.topology.flat(), trace=self.trace, averages_gradients=False)
         with self._meeting(comm):
-            align(self._learner, comm)
+            align(self._learner, comm, world.topology)
             self._mailbox = self._make_mailbox(self._tensors(), key, encrypt)
 
     def _lane(self) -> list[int]:

@@ -70,7 +70,7 @@ class NodeGossipEngine(GossipEngine):
         self._extra = torch.zeros(max(-(-size // self._lanes), 1) * self._lanes, dtype=wide)
         comm = Collective(world, units, trace=self.trace, averages_gradients=False, shards=sharded)
         with self._meeting(comm):
-            align(self._learner, comm)
+            align(self._learner, comm, world.topology)
             if self._shard < self._lanes:
                 self._mailbox = self._make_mailbox(self._pieces(self._vector()), key, encrypt)
             self._meet_mates()

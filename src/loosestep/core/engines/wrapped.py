@@ -16,6 +16,7 @@ from typing import Literal
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from loosestep.core.replica.shards import is_dtensor, mesh_ranks, pieces, sharding_modules
 from loosestep.strategies import Strategy
@@ -96,6 +97,29 @@ def check_gossip(model: nn.Module, mates: Sequence[int]) -> None:
                 "gossip would let the copies drift apart. Shard it over all ranks of the node, "
                 "or use DASO"
             )
+
+
+def check_spread(optimizers: Sequence[Optimizer], strategy: Strategy, mates: Sequence[int]) -> None:
+    """Whether an optimizer whose state is spread over ranks, which broadcasts the parameters that
+    each of them has updated, stays inside one learner.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    for optimizer in optimizers:
+        if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
+            continue
+        group = sorted(dist.get_process_group_ranks(optimizer.process_group))
+        if strategy.learner == "world" or (strategy.learner == "node" and group == list(mates)):
+            continue
+        raise ValueError(
+            f"ZeroRedundancyOptimizer spreads its state over ranks {_some(group)} and gives them "
+            f"all the same parameters after every step, but {strategy} lets "
+            + (
+                "each rank learn on its own; use a plain optimizer or replica='node'"
+                if strategy.learner == "rank"
+                else f"the nodes learn on their own; give it the ranks of the node ({_some(mates)}): "
+                "process_group=loosestep.node_mesh().get_group()"
+            )
+        )
 
 
 @contextmanager

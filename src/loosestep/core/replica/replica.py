@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -375,6 +376,36 @@ class Buffer(NamedTuple):
         buffer = self.module._buffers[self.name]
         assert buffer is not None
         return buffer
+
+
+def check_memory(model: nn.Module) -> None:
+    """Raise if two parameters that train share memory: what arrives would be folded into it twice."""
+    held = [(name, local(p)) for name, p in model.named_parameters() if p.requires_grad]
+    by_place = sorted(
+        ((name, tensor) for name, tensor in held if tensor.numel() and not tensor.is_meta),
+        key=lambda item: (item[1].untyped_storage().data_ptr(), item[1].storage_offset()),
+    )
+    for (name, tensor), (second, other) in pairwise(by_place):
+        if _share_elements(tensor, other):
+            raise ValueError(
+                f"parameters {name} and {second} share memory, so what is averaged would be added "
+                "to it twice; tie them by one Parameter instead, as in b.weight = a.weight "
+                "(without .data)"
+            )
+
+
+def _share_elements(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    if tensor.dtype != other.dtype:
+        return True
+    marks = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=torch.bool)
+    seen, wanted = (
+        marks.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (tensor, other)
+    )
+    seen.fill_(True)
+    return bool(wanted.any())
 
 
 def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
