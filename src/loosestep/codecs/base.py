@@ -35,15 +35,17 @@ class Codec:
         """The bytes that a row of so many values becomes: a multiple of 4."""
         raise NotImplementedError
 
-    def encode(self, values: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """Rows of values (float32 or wider) as rows of bytes. `seed`: of what is left to chance; the same seed, the same bytes.
+    def memory(self, rows: int, count: int, device: torch.device) -> torch.Tensor:
+        """Memory for the codes of so many rows of so many values."""
+        return torch.zeros(rows, self.size(count), dtype=torch.uint8, device=device)
 
-        What is not finite comes back as NaN, with its block, and never as a number.
-        """
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+        """Rows of values (float32 or wider) as rows of bytes, written into `codes`. `seed`: of what is left to chance;
+        the same seed, the same bytes. What is not finite comes back as NaN, with its block, and never as a number."""
         raise NotImplementedError
 
-    def decode(self, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Rows of bytes as rows of values, written into `out`."""
+    def decode(self, codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Rows of bytes as rows of values, written into `values`."""
         raise NotImplementedError
 
     def __str__(self) -> str:

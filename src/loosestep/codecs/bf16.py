@@ -21,13 +21,11 @@ class BF16(Codec):
         """Two bytes a value."""
         return -(-2 * count // 4) * 4
 
-    def encode(self, values: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         """Round."""
-        rows, count = values.shape
-        codes = torch.zeros(rows, self.size(count), dtype=torch.uint8, device=values.device)
-        codes.view(torch.bfloat16)[:, :count] = values
+        codes.view(torch.bfloat16)[:, : values.shape[1]] = values
         return codes
 
-    def decode(self, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Widen."""
-        return out.copy_(codes.view(torch.bfloat16)[:, : out.shape[1]])
+        return values.copy_(codes.view(torch.bfloat16)[:, : values.shape[1]])

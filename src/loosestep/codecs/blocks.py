@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 TINY = 1e-36  # a block whose largest value is below is all zeros: 127 of its steps would not be normal numbers
+CACHED = 1 << 18  # values that are worked on at a time
 
 
 class Part(NamedTuple):
@@ -24,31 +25,25 @@ def blocked_size(count: int, block: int) -> int:
 
 
 def parts(codes: torch.Tensor, values: torch.Tensor, block: int) -> Iterator[Part]:
-    """The full blocks of all rows, and the last, shorter ones."""
+    """The full blocks of all rows, on a CPU as many at a time as stay in its cache, and the last, shorter ones."""
     rows, count = values.shape
     blocks, full = -(-count // block), count // block
     scales = codes[:, : 4 * blocks].view(torch.float32).unsqueeze(2)
     levels = codes[:, 4 * blocks : 4 * blocks + count].view(torch.int8)
-    if full:
-        shape, at = (rows, full, block), full * block
+    at_a_time = max(CACHED // (rows * block), 1) if values.device.type == "cpu" else max(full, 1)
+    for first in range(0, full, at_a_time):
+        some = slice(first, min(first + at_a_time, full))
+        at, shape = slice(some.start * block, some.stop * block), (-1, block)
         yield Part(
-            values[:, :at].unflatten(1, shape[1:]),
-            scales[:, :full],
-            levels[:, :at].unflatten(1, shape[1:]),
+            values[:, at].unflatten(1, shape), scales[:, some], levels[:, at].unflatten(1, shape)
         )
     if full < blocks:
-        at = full * block
-        yield Part(values[:, None, at:], scales[:, full:], levels[:, None, at:])
+        at = slice(full * block, count)
+        yield Part(values[:, None, at], scales[:, full:], levels[:, None, at])
 
 
-def new_codes(values: torch.Tensor, block: int) -> torch.Tensor:
-    """Memory for the codes of some rows."""
-    rows, count = values.shape
-    return torch.zeros(rows, blocked_size(count, block), dtype=torch.uint8, device=values.device)
-
-
-def decode_blocks(codes: torch.Tensor, out: torch.Tensor, block: int) -> torch.Tensor:
+def decode_blocks(codes: torch.Tensor, values: torch.Tensor, block: int) -> torch.Tensor:
     """level * scale"""
-    for values, scales, levels in parts(codes, out, block):
-        values.copy_(levels).mul_(scales)
-    return out
+    for some, scales, levels in parts(codes, values, block):
+        some.copy_(levels).mul_(scales)
+    return values

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from loosestep.codecs.base import Codec, require_whole
-from loosestep.codecs.blocks import TINY, blocked_size, decode_blocks, new_codes, parts
+from loosestep.codecs.blocks import TINY, blocked_size, decode_blocks, parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,8 @@ class Int8(Codec):
         """A byte a value, four a block."""
         return blocked_size(count, self.block)
 
-    def encode(self, values: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         """Round to the nearest step."""
-        codes = new_codes(values, self.block)
         for block, scales, levels in parts(codes, values, self.block):
             largest = torch.maximum(block.amax(2, keepdim=True), block.amin(2, keepdim=True).neg_())
             scales.copy_(largest).div_(127)
@@ -39,6 +38,6 @@ class Int8(Codec):
             levels.copy_((block * steps).round_())
         return codes
 
-    def decode(self, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """level * step"""
-        return decode_blocks(codes, out, self.block)
+        return decode_blocks(codes, values, self.block)

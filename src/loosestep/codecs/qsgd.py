@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from loosestep.codecs.base import Codec, require_whole
-from loosestep.codecs.blocks import TINY, blocked_size, decode_blocks, new_codes, parts
+from loosestep.codecs.blocks import TINY, blocked_size, decode_blocks, parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,8 @@ class QSGD(Codec):
         """A byte a value, four a block."""
         return blocked_size(count, self.block)
 
-    def encode(self, values: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         """Up with the probability of what is above the level below."""
-        codes = new_codes(values, self.block)
         chance = torch.Generator(values.device).manual_seed(seed)
         for block, scales, levels in parts(codes, values, self.block):
             norm = torch.linalg.vector_norm(
@@ -57,6 +56,6 @@ class QSGD(Codec):
             levels.copy_(noise.addcmul_(block, steps).floor_().clamp_(-self.levels, self.levels))
         return codes
 
-    def decode(self, codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """level * norm / s"""
-        return decode_blocks(codes, out, self.block)
+        return decode_blocks(codes, values, self.block)

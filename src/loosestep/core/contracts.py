@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from loosestep.codecs import Codec
 from loosestep.core.pending import Pending, nothing
 from loosestep.topology import Topology
 
@@ -40,6 +41,17 @@ class Kind(IntEnum):
 
 
 @dataclass
+class Coded:
+    """How an exchange travels in codes. `kept`, a plain dict that is saved with the strategy's state: how many rounds there
+    were, and what this rank owes. `reference`: what the replicas agree on. Of both what this rank exchanges itself, for
+    every tensor of the vector."""
+
+    codec: Codec
+    kept: dict[str, Any]
+    reference: Vector
+
+
+@dataclass
 class Offer:
     """What a replica puts into an exchange. `vector` and `buffers` are overwritten by the result.
 
@@ -49,6 +61,7 @@ class Offer:
     `ready`: waits until the values have come from the device. `near`: the vector has stayed there
     and is averaged there, inside `aside`. `part`: the only row of the vector that holds values, of
     so many; the exchange fills in the others. `outer`: what is made of the mean before it is used.
+    `coded`: travels in codes; the result is a delta.
     """
 
     vector: Vector
@@ -59,6 +72,7 @@ class Offer:
     settle: bool = False
     part: tuple[int, int] | None = None
     outer: Outer | None = None
+    coded: Coded | None = None
     losses: tuple[torch.Tensor | float, int] = (0.0, 0)
     ready: Callable[[], None] = nothing
     near: bool = False
@@ -155,6 +169,9 @@ class Comm(Protocol):
 
     def meet(self, kind: Kind) -> None:
         """Wait until every rank is at `kind`, joining what the others do until then."""
+
+    def agree(self, codec: Codec, vector: Vector, reference: Vector | None) -> Coded:
+        """Exchanges in codes begin: all replicas hold `vector`, which is what they agree on unless a reference is given."""
 
     def census(self, *numbers: float) -> list[list[float]]:
         """Everybody's numbers, in rank order, every rank being here already."""
