@@ -42,78 +42,68 @@ Result = dict[str, Any]
 
 
 class Plan(NamedTuple):
-    """What is trained of a task. `together`: examples a step that fit into the memory of one
-    accelerator; `wide`: whether all strategies climb the whole ladder of rates at the smallest
-    batch, where they cost little beside one alone.
+    """What is trained of a task, every strategy alike: `grid` lists batches with rates and seeds, in
+    the order of their weight. `together`: examples a step that fit into an accelerator's memory.
     """
 
     make: type[Speech] | type[Pictures]
-    batches: tuple[int, ...]
-    ladder: tuple[float, ...]
     quality: str
     together: int
-    wide: bool
+    grid: tuple[tuple[int, tuple[float, ...], tuple[int, ...]], ...]
 
 
 PLANS = {
-    "an4": Plan(Speech, (32, 64, 128, 256), (0.05, 0.1, 0.2, 0.4, 0.8), "wer", 10_000, False),
+    "an4": Plan(
+        Speech,
+        "wer",
+        10_000,
+        (
+            (32, (0.05, 0.1, 0.2), ()),  # synchronous training only: far from the best
+            (32, (0.4, 0.8, 1.6), (0,)),
+            (64, (0.8, 1.6), (0,)),
+            (128, (0.8, 1.6, 3.2, 6.4, 12.8), (0,)),
+            (256, (1.6, 3.2, 6.4, 12.8, 25.6), (0,)),
+            (256, (4.5,), (0, 1, 2)),
+            (256, (1.6, 3.2), (1, 2)),
+            (128, (4.5,), (0, 1, 2)),
+            (128, (1.6, 3.2), (1, 2)),
+            (64, (1.6,), (1, 2)),
+            (256, (0.8,), (0,)),
+            (32, (0.8,), (1, 2)),
+        ),
+    ),
     "cifar10": Plan(
         Pictures,
-        (64, 256, 1024, 4096),
-        (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
         "accuracy",
         80_000,
-        True,
+        (
+            (64, (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), (0,)),
+            (256, (0.8, 1.6), (0,)),
+            (1024, (1.6, 3.2, 6.4, 12.8, 25.6), (0,)),
+            (4096, (6.4, 12.8, 25.6, 51.2, 102.4), (0,)),
+            (4096, (0.8, 1.6, 3.2), (0,)),
+            (4096, (1.6, 3.2), (1, 2)),
+            (1024, (1.6, 3.2), (1, 2)),
+            (256, (0.4,), (0, 1, 2)),
+            (1024, (0.8,), (0,)),
+            (64, (0.2, 0.4), (1, 2)),
+        ),
     ),
 }
 
 
-# What is trained ----------------------------------------------------------------------------------
+# What is trained -------------------------------------------------------------------------------------------------------
 
 
-def stages(name: str, results: Sequence[Result]) -> Iterator[list[Cell]]:
-    """The cells that are worth training next, until there are none; what is asked for depends on
-    what is known.
-    """
-    plan = PLANS[name]
-    small = plan.batches[0]
-    first = list(RULES) if plan.wide else [SYNCHRONOUS]
-    yield [Cell(name, strategy, small, rate, 0) for strategy in first for rate in plan.ladder]
-    base = best_rate(results, name, small)
-    if base is None:
-        return
-    around = [base / 2, base, base * 2]
-    yield [Cell(name, strategy, small, rate, 0) for strategy in RULES for rate in around]
-    for seeds in ((0,), (1, 2), (3, 4)):
-        for batch in reversed(plan.batches):
-            scaled = base * batch / small
-            factors = (
-                (0.25, 0.5, 1.0, 2.0, 4.0)
-                if batch in plan.batches[2:]
-                else (0.5, 1.0)
-                if batch > small
-                else (1.0,)
-            )
-            if seeds == (3, 4):
-                factors = (1.0, 2.0, 4.0) if batch in plan.batches[2:] else ()
-            yield [
-                Cell(name, strategy, batch, scaled * factor, seed)
-                for strategy in RULES
-                for factor in factors
-                for seed in seeds
-            ]
-
-
-def best_rate(results: Sequence[Result], name: str, batch: int) -> float | None:
-    """Of synchronous training."""
-    key = PLANS[name].quality
-    sign = -1 if key == "wer" else 1
-    found = [
-        (sign * r[key], r["rate"])
-        for r in results
-        if (r["task"], r["strategy"], r["batch"], r["seed"]) == (name, SYNCHRONOUS, batch, 0)
-    ]
-    return max(found)[1] if found else None
+def stages(name: str) -> Iterator[list[Cell]]:
+    """The cells of a task, what weighs most first."""
+    for batch, rates, seeds in PLANS[name].grid:
+        yield [
+            Cell(name, strategy, batch, rate, seed)
+            for strategy in (RULES if seeds else (SYNCHRONOUS,))
+            for rate in rates
+            for seed in (seeds or (0,))
+        ]
 
 
 def cell_of(result: Mapping[str, Any]) -> Cell:
@@ -159,7 +149,7 @@ def run(chosen: argparse.Namespace) -> None:
     slow = 0.0  # seconds a step and example of the chunk before
     while True:
         cells = next(
-            (left for stage in stages(chosen.task, results) if (left := missing(stage, results))),
+            (left for stage in stages(chosen.task) if (left := missing(stage, results))),
             [],
         )
         if not cells:
