@@ -31,6 +31,7 @@ from torch import nn
 import loosestep
 from common import SIMULATED, Spread, machine, publish, table
 from loosestep import launch
+from loosestep.core.store import host_store
 from loosestep.record.format import Kind, Recording
 from loosestep.record.player import RecordingEnds
 from loosestep.record.recorder import Recorder, digest_of
@@ -147,7 +148,7 @@ def run_all(
     """All ranks as processes; what each wrote."""
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
-    store = launch.host_store(listener)
+    store = host_store(listener)
     paths = [folder / f"{kind}-{rank}.jsonl" for rank in range(ranks)]
     started = [
         processes.Process(target=work, args=(variables, path, replay, options), daemon=True)

@@ -19,6 +19,7 @@ LEVELS = {
         "core.pending",
         "core.plain_state",
         "core.plain_torch",
+        "core.store",
     ],
     2: ["core.thread", "core.contracts", "core.messages", "record", "launch", "recipes"],
     3: ["core.collectives", "core.replica", "lab"],

@@ -82,7 +82,7 @@ def attach(
         if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable)
         else [*optimizer]
     )
-    world = open_world(topology, deadline=deadline)
+    world = open_world(topology, deadline=deadline, key=key)
     with ExitStack() as undo:
         undo.callback(world.close)
         folder = None if record is False else Path(DEFAULT_FOLDER if record is True else record)
@@ -108,7 +108,6 @@ def attach(
     except BaseException as error:
         if world.pulse is not None:
             world.pulse.fail(f"rank {world.rank} could not attach: {error}")
-        world.owned = False
         raise
     _attached.add(model)
     return Run(learner, engine, world=world, hooks=hooks, closed=lambda: _attached.discard(model))

@@ -288,8 +288,7 @@ class Run:
             self.tape.breaking(reason)
             self._engine.abort(reason, culprit)
             self.tape.aborted(reason)
-            # torch's group may be stuck in an operation that nobody can cancel
-            self._world.owned = False
+            # but torch's group is kept: it may be stuck in an operation that nobody can cancel
             self._let_go()
 
     def _detach(self) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 import loosestep
 from loosestep import launch
 from loosestep.core.errors import LostPeer
+from loosestep.core.store import host_store
 from loosestep.record.player import RecordingEnds
 
 
@@ -95,7 +96,7 @@ def ranks(folder: Path, *, replay: bool, nodes: int, ranks_per_node: int = 1, **
     start_server()
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
-    store = launch.host_store(listener)
+    store = host_store(listener)
     everybody = [
         variables
         for _, variables in launch.variables_of_ranks([ranks_per_node] * nodes, address, port)

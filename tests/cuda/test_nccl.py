@@ -21,6 +21,7 @@ from loosestep import Topology
 from loosestep.core.collectives.collective import Collective
 from loosestep.core.collectives.nccl import NearChannel, find_gpu
 from loosestep.core.engines.gradients import GradientAverager
+from loosestep.core.messages.sealed_store import lonely_store
 from loosestep.core.world import open_world
 from loosestep.events import Trace
 
@@ -38,7 +39,7 @@ def channel():
         [0],
         0,
         name="test",
-        store=dist.HashStore(),
+        store=lonely_store(),
         pulse=None,
         nodes=[0],
         device=torch.device("cuda", 0),
@@ -81,7 +82,7 @@ def test_a_group_that_was_cut_off_fails_at_once_and_the_process_lives_on():
         [0],
         0,
         name="cut",
-        store=dist.HashStore(),
+        store=lonely_store(),
         pulse=None,
         nodes=[0],
         device=torch.device("cuda", 0),

@@ -5,14 +5,12 @@ Nothing is torn down that was not created here.
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,15 +25,14 @@ from loosestep.core.collectives.nccl import NearChannel, Reach
 from loosestep.core.gossip.contract import GossipMailbox
 from loosestep.core.gossip.mailbox import Mailbox
 from loosestep.core.messages.directory import wait_for
-from loosestep.core.messages.heartbeat import Pulse, connect
+from loosestep.core.messages.gathering import Gathering, gather
+from loosestep.core.messages.heartbeat import Pulse
+from loosestep.core.messages.sealed_store import SealedStore, lonely_store
+from loosestep.core.store import host_store
 from loosestep.core.thread import Stream
 from loosestep.events import Trace
 from loosestep.record.values import Condition, StoreValues, Values
 from loosestep.topology import Topology
-from loosestep.topology.launchers import detect_launch, find_master, require_company
-
-TOKEN = "token"  # of this run, from rank 0
-_attachments = itertools.count()  # every rank attaches in the same order, so the numbers agree
 
 Opener = Callable[[Topology | None, float], "World"]
 # set inside a simulated rank
@@ -44,16 +41,17 @@ simulated: ContextVar[Opener | None] = ContextVar("simulated", default=None)
 
 @dataclass
 class World:
-    """The processes of a run. `store` is shared by all ranks, `pulse` is None in a world of one.
-    `names`: what messages call the ranks, where this is a part of a larger world.
+    """The processes of a run. `prefix` is a name that no other run has, `store` is shared by all
+    ranks, `pulse` is None in a world of one. `names`: what messages call the ranks, where this is a
+    part of a larger world.
     """
 
     rank: int
     topology: Topology
     deadline: float
     prefix: str
-    store: dist.Store
-    owned: bool  # we initialised torch.distributed, so we end it
+    store: SealedStore
+    gathering: Gathering | None = None  # what this run gives back at its end
     pulse: Pulse | None = None
     reach: Reach | None = None  # what the ranks know about their devices
     names: Sequence[int] | None = None
@@ -74,13 +72,13 @@ class World:
             )
         ]
 
-    def connect(self) -> dist.Store:
+    def connect(self) -> SealedStore:
         """Another connection to the store, so that a long wait on it delays no heartbeat."""
-        return connect(self.store, timeout=self.deadline)
+        return self.store.clone()
 
     def notes(self, name: str) -> dist.Store:
         """The store, for the training's own use."""
-        return dist.PrefixStore(name, self.connect())
+        return self.connect().within(name)
 
     def channels(self, name: str) -> Callable[[Sequence[int]], Channel]:
         """What opens channels among ranks of this world; those of another name do not meet them."""
@@ -132,7 +130,7 @@ class World:
             self.connect(),
             self.rank,
             world=members,
-            run_id=self.run_id,
+            run_id=self.prefix,
             deadline=self.deadline,
             check=self.check,
             **arguments,
@@ -143,16 +141,9 @@ class World:
         if self.pulse is not None:
             self.pulse.check()
 
-    @cached_property
-    def run_id(self) -> str:
-        """A name that no other run has, so that a letter that has come to the wrong one is
-        refused.
-        """
-        return f"{self.prefix}/{self.store.get(TOKEN).decode()}"
-
     def values(self) -> Values:
         """Where the ranks of a replay leave values for each other."""
-        return StoreValues(self.connect, self.rank)
+        return StoreValues(lambda: self.notes("replay"), self.rank)
 
     def condition(self) -> Condition:
         """Something that threads of this rank wait for."""
@@ -186,17 +177,16 @@ class World:
         name = f"node/{mates[0]}/port"
         if len(mates) == 1:
             return World(
-                0, Topology([[0]]), self.deadline, self.prefix, dist.HashStore(), owned=False
+                0, Topology([[0]]), self.deadline, self.prefix, lonely_store(self.deadline)
             )
         if local == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self.store.set(name, str(store.port))
+            hosted = host_store(socket.create_server(("127.0.0.1", 0)))
+            self.store.set(name, str(hosted.port))
         else:
             port = int(wait_for(self.connect(), name, deadline=self.deadline, check=self.check))
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        world = World(
-            local, Topology([range(len(mates))]), self.deadline, self.prefix, store, owned=False
-        )
+            hosted = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = self.store.on(hosted, rank=local)
+        world = World(local, Topology([range(len(mates))]), self.deadline, self.prefix, store)
         world.reach = self.reach and self.reach.within(mates)
         world.names = mates
         world.start_pulse()
@@ -216,55 +206,39 @@ class World:
     def close(self) -> None:
         """Give back what was created here."""
         self.__dict__.pop("_devices", None)
-        if self.owned and dist.is_initialized():
-            dist.destroy_process_group()
-            self.owned = False
+        if self.gathering is not None:
+            self.gathering.leave()
+            self.gathering = None
 
 
-def open_world(topology: Topology | None, *, deadline: float) -> World:
+def open_world(topology: Topology | None, *, deadline: float, key: str | None = None) -> World:
     """Use torch.distributed as it is, or initialise it from what started this process."""
     virtual = simulated.get()
     if virtual is not None:
         return virtual(topology, deadline)
-    launch = detect_launch()
-    owned = not dist.is_initialized()
-    if owned:
-        _initialise(deadline)
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    prefix = f"loosestep/{next(_attachments)}"
-    shared = dist.PrefixStore(
-        prefix, connect(dist.distributed_c10d._get_default_store(), timeout=deadline)
-    )
-    if rank == 0:
-        shared.set(TOKEN, secrets.token_hex(8))
-    if topology is None:
-        # A process that was started by hand and initialised torch itself has no launcher: its host
-        # is its node.
-        node = launch.node if launch.world == world else socket.gethostname()
-        topology = Topology.from_names(_publish(shared, "node", rank, world, node, deadline))
-    elif topology.world != world:
-        raise ValueError(
-            f"the topology names {topology.world} ranks, but {world} processes were started"
-        )
-    return World(rank, topology, deadline, prefix, shared, owned)
-
-
-def _initialise(deadline: float) -> None:
-    launch = detect_launch()
-    require_company(launch)
-    if launch.world == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return
-    rendezvous = find_master(launch)
-    os.environ.setdefault("MASTER_ADDR", rendezvous.hosts[0])
-    os.environ.setdefault("MASTER_PORT", str(rendezvous.ports[0]))
-    patience = timedelta(seconds=max(deadline, 300.0))  # start-up may be slow: imports, queues
-    dist.init_process_group("gloo", rank=launch.rank, world_size=launch.world, timeout=patience)
+    gathering = gather(key, deadline=deadline)
+    store = gathering.enter(deadline)
+    with ExitStack() as undo:
+        undo.callback(gathering.leave)
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+        if topology is None:
+            # A process that was started by hand and initialised torch itself has no launcher: its
+            # host is its node.
+            node = (
+                gathering.launch.node if gathering.launch.world == world else socket.gethostname()
+            )
+            topology = Topology.from_names(_publish(store, "node", rank, world, node, deadline))
+        elif topology.world != world:
+            raise ValueError(
+                f"the topology names {topology.world} ranks, but {world} processes were started"
+            )
+        undo.pop_all()
+    return World(rank, topology, deadline, store.prefix, store, gathering)
 
 
 def _publish(
-    store: dist.Store, key: str, rank: int, world: int, text: str, deadline: float
+    store: SealedStore, key: str, rank: int, world: int, text: str, deadline: float
 ) -> list[str]:
     """Set `key/rank`, then read everybody's."""
     store.set(f"{key}/{rank}", text)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from loosestep import launch, units
+from loosestep.core.store import host_store
 from loosestep.lab import grammar, torchrun
 from loosestep.lab.faults import Announce, Schedule, Slowdown
 from loosestep.lab.grammar import Fault, Partition
@@ -292,7 +293,7 @@ class Lab:
 
         def host() -> object:
             add_hosts(hosts)
-            return launch.host_store(listener)
+            return host_store(listener)
 
         store = self.network.inside(0, host)  # there, since the store connects to itself
         return launch.places(command, self.counts, address, port), store

@@ -5,7 +5,6 @@ when one dies.
 from loosestep.launch.launcher import (
     MOST_RANKS,
     command_for,
-    host_store,
     local_places,
     places,
     ranks_of_nodes,
@@ -24,7 +23,6 @@ __all__ = [
     "Result",
     "command_for",
     "describe",
-    "host_store",
     "local_places",
     "places",
     "ranks_of_nodes",

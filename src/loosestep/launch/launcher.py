@@ -20,9 +20,9 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
+from loosestep.core.store import host_store
 from loosestep.launch.processes import Job, Output, Place
 
 MOST_RANKS = 256
@@ -141,25 +141,6 @@ def variables_of_ranks(
         (node, {name: str(value) for name, value in {**shared, **mine}.items()})
         for (node, _), mine in zip(positions, own, strict=True)
     ]
-
-
-def host_store(listener: socket.socket) -> object:
-    """The rendezvous store behind a listening socket, served until it is dropped.
-
-    Bound by us, so the port is known before anyone asks for it, and nothing listens on any other
-    address.
-    """
-    from torch.distributed import TCPStore  # late: the help needs no torch
-
-    address, port = listener.getsockname()[:2]
-    return TCPStore(
-        "127.0.0.1" if address == "0.0.0.0" else address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),
-    )
 
 
 def command_for(script: str, arguments: Sequence[str], *, module: bool = False) -> list[str]:

@@ -67,9 +67,8 @@ class StoreValues:
 
     def __init__(self, connect: Callable[[], dist.Store], rank: int) -> None:
         self._rank = rank
-        # takes bytes, whatever its annotations say
-        self._store: Any = dist.PrefixStore("replay", connect())
-        self._control: Any = dist.PrefixStore("replay", connect())
+        self._store: Any = connect()  # takes bytes, whatever its annotations say
+        self._control: Any = connect()
 
     def put(self, name: str, value: Array) -> None:
         """Leave a value for the one who will take it."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from loosestep.core.collectives.gloo import Channel
 from loosestep.core.gossip.contract import GossipMailbox
+from loosestep.core.messages.sealed_store import SealedStore
 from loosestep.core.thread import Stream
 from loosestep.core.world import World
 from loosestep.events import Trace
@@ -123,14 +124,13 @@ class Stage:
                 "simulated; leave it out"
             )
         prefix = f"loosestep/{next(self.actors[rank].attachments)}"
-        store = cast(dist.Store, self._notes.under(prefix))
+        store = cast(SealedStore, self._notes.under(prefix))
         return VirtualWorld(
             rank,
             topology or self.topology,
             deadline,
             prefix,
             store,
-            owned=False,
             stage=self,
             actor=self.actors[rank],
             home=tuple(range(self.topology.world)),
@@ -233,7 +233,7 @@ class VirtualWorld(World):
             )
         return reports
 
-    def connect(self) -> dist.Store:
+    def connect(self) -> SealedStore:
         """There is none."""
         raise RuntimeError("virtual ranks have no store of torch.distributed; use run.notes(name)")
 
@@ -311,7 +311,6 @@ class VirtualWorld(World):
             self.deadline,
             prefix,
             self.store,
-            owned=False,
             stage=self.stage,
             actor=self.actor,
             home=home,

@@ -22,6 +22,7 @@ from loosestep.core.collectives.nccl import (
 )
 from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.messages.heartbeat import Pulse
+from loosestep.core.messages.sealed_store import lonely_store
 
 pytestmark = pytest.mark.timeout(20)
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def channel_on(group: FakeGroup, pulse: Pulse | None = None) -> NearChannel:
             [0, 1],
             0,
             name="test",
-            store=dist.HashStore(),
+            store=lonely_store(),
             pulse=pulse,
             nodes=[0, 0],
             device=torch.device("cpu"),
@@ -84,7 +85,7 @@ def channel_on(group: FakeGroup, pulse: Pulse | None = None) -> NearChannel:
 
 @pytest.fixture
 def pulse():
-    pulse = Pulse(dist.HashStore(), 0, world=1, deadline=5.0)
+    pulse = Pulse(lonely_store(), 0, world=1, deadline=5.0)
     yield pulse
     pulse.leave()
 

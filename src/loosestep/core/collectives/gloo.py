@@ -30,6 +30,7 @@ from loosestep.core.collectives.shared_memory import Slots, forget, open_slots
 from loosestep.core.contracts import Parcel
 from loosestep.core.errors import CommError
 from loosestep.core.messages.heartbeat import Pulse
+from loosestep.core.messages.sealed_store import SealedStore
 
 SLICE = timedelta(milliseconds=250)  # how often a wait looks at the heartbeats
 SMALL = 1 << 14  # elements: below, memory is simply allocated
@@ -45,7 +46,7 @@ class Channel:
         rank: int,
         *,
         name: str,
-        store: dist.Store | None,
+        store: SealedStore | None,
         pulse: Pulse | None,
         nodes: Sequence[int],
         devices: Sequence[ProcessGroupGloo.Device] = (),
@@ -63,7 +64,7 @@ class Channel:
         self._slots: Slots | None = None
         self._group: Any = None  # a ProcessGroupGloo, whose operations torch's stubs do not know
         if self.size > 1 and pulse is not None and store is not None:
-            members = dist.PrefixStore(f"{name}/{'-'.join(map(str, self.ranks))}", store)
+            members = store.within(f"{name}/{'-'.join(map(str, self.ranks))}")
             try:
                 self._group = open_group(
                     members, self.index, self.size, devices=devices, timeout=pulse.deadline
@@ -251,7 +252,7 @@ class Channel:
         self._group = self._slots = None
         self._scratch.clear()
 
-    def _open_slots(self, store: dist.Store) -> Slots | None:
+    def _open_slots(self, store: SealedStore) -> Slots | None:
         """Shared memory, if every rank of the group can have it."""
         slots = open_slots(store, index=self.index, size=self.size)
         agreed = bool(self.gather(torch.tensor([int(slots is not None)])).all())

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from loosestep.core.collectives.gloo import PATIENCE, SLICE, Channel
 from loosestep.core.errors import CommError
 from loosestep.core.messages.heartbeat import Pulse
+from loosestep.core.messages.sealed_store import SealedStore
 from loosestep.core.thread import Stream
 
 log = logging.getLogger("loosestep")
@@ -118,7 +119,7 @@ class NearChannel(Channel):
         rank: int,
         *,
         name: str,
-        store: dist.Store,
+        store: SealedStore,
         pulse: Pulse | None,
         nodes: Sequence[int],
         device: torch.device,
@@ -126,9 +127,7 @@ class NearChannel(Channel):
         super().__init__(ranks, rank, name=name, store=None, pulse=pulse, nodes=nodes)
         self._last: dist.Work | None = None
         self._group = open_group(
-            dist.PrefixStore(f"{name}/near/{'-'.join(map(str, self.ranks))}", store),
-            self.index,
-            self.size,
+            store.open(f"{name}/near/{'-'.join(map(str, self.ranks))}"), self.index, self.size
         )
         # Another backend may stand in where there is no NCCL: its operations are the host's, and
         # watched there.

@@ -4,6 +4,7 @@ reaches its store.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import os
@@ -36,16 +37,30 @@ def bind_host() -> str:
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if names:
         return _interface_address(names.split(",")[0])
-    family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    return route_to(master)
+
+
+def route_to(host: str) -> str:
+    """The own address on the way to a host."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             # a datagram socket sends nothing here: the kernel only chooses the interface
             probe.connect(target)
         except OSError as error:
             raise ValueError(
-                f"no interface reaches MASTER_ADDR={master!r} ({error}): set GLOO_SOCKET_IFNAME"
+                f"no interface reaches {host!r} ({error}): set GLOO_SOCKET_IFNAME"
             ) from error
         return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface with an IPv4 address; None where it has none."""
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(ValueError):
+            if _interface_address(name) == address:
+                return name
+    return None
 
 
 def _interface_address(name: str) -> str:

@@ -12,12 +12,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from loosestep.core.errors import CommError, LostPeer
+from loosestep.core.messages.sealed_store import SealedStore
 
 FORGIVEN = 2.0  # a check this late means that this process itself was stopped
 
@@ -30,7 +28,7 @@ class Pulse:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SealedStore,
         rank: int,
         *,
         world: int,
@@ -139,7 +137,7 @@ class Pulse:
             try:
                 self._beat += 1
                 self._write({"beat": self._beat, "step": self.step})
-                self._listen(self.store.multi_get([f"beat/{r}" for r in range(self.world)]))
+                self._listen(self.store.peek([f"beat/{r}" for r in range(self.world)]))
             except RuntimeError as error:
                 if not self._stop.is_set():
                     self.hurt(
@@ -149,10 +147,10 @@ class Pulse:
             if self.fault is not None:
                 return
 
-    def _listen(self, values: list[bytes]) -> None:
+    def _listen(self, values: list[bytes | None]) -> None:
         now = self._listened = time.monotonic()
         for rank, value in enumerate(values):
-            if value != self._values[rank]:
+            if value is not None and value != self._values[rank]:
                 self._values[rank] = value
                 self._seen[rank] = now
                 beat = self._read(rank)
@@ -179,15 +177,3 @@ class Pulse:
             f"rank {self.names[rank]} is lost: {why}. A collective run ends when a rank is lost; "
             "the parameters on this rank are as they were before the exchange",
         )
-
-
-def connect(store: dist.Store, *, timeout: float) -> dist.Store:
-    """A connection of our own to the run's store, so that a blocking call elsewhere never delays a
-    heartbeat.
-
-    Prefixes stay: they keep a restarted job, which meets in the same store, away from what its
-    predecessor wrote.
-    """
-    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-    own.set_timeout(timedelta(seconds=timeout))
-    return own
