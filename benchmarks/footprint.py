@@ -28,7 +28,7 @@ from harness.script import (
 from peers import FREE, Peer
 
 WORK = {"kind": "layers", "megabytes": 4, "seconds": 0.05}
-QUICK = ("torch DDP", "daso:period=4,delay=1", "adpsgd:topology=ring")
+QUICK = ("torch DDP", "daso:period=4,delay=1", "adpsgd:graph=ring")
 
 
 def main() -> None:

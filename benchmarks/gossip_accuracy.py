@@ -23,8 +23,8 @@ OPTIONS: dict[str, Any] = {"width": 0.5, "batch": 16, "lr": 0.1}
 STRATEGIES = (
     SYNCHRONOUS,
     "adpsgd:cpu_share=1.0",
-    "adpsgd:topology=random-ring,cpu_share=1.0",
-    "adpsgd:topology=pairs,cpu_share=1.0",
+    "adpsgd:graph=random-ring,cpu_share=1.0",
+    "adpsgd:graph=pairs,cpu_share=1.0",
     "delay-by-one",
 )
 

@@ -35,7 +35,7 @@ from common import (
 LEARNERS = 8
 MEGABYTES = 1
 STEP = 0.09
-GOSSIP = ("adpsgd:topology=ring,cpu_share=1.0", "adpsgd:topology=random-ring,cpu_share=1.0")
+GOSSIP = ("adpsgd:graph=ring,cpu_share=1.0", "adpsgd:graph=random-ring,cpu_share=1.0")
 IDLE = "idle"
 
 

@@ -37,7 +37,7 @@ from common import (
 
 FREE = "no communication"
 DDP = "torch DDP"
-GOSSIP = ["adpsgd:topology=ring", "adpsgd:topology=random-ring", "adpsgd:topology=pairs"]
+GOSSIP = ["adpsgd:graph=ring", "adpsgd:graph=random-ring", "adpsgd:graph=pairs"]
 CASES = [(1, [*GOSSIP, DDP]), (4, [GOSSIP[0], DDP]), (32, [GOSSIP[0], DDP])]  # MB, variants
 # how much longer: one exchange of a large model is seconds of allowance
 STRETCH = {1: 1.0, 4: 2.0, 32: 6.0}

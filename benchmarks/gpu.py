@@ -52,7 +52,7 @@ ALONE = (
     FREE,
     "daso:period=4,delay=1",
     "daso:period=4,delay=3",
-    "adpsgd:topology=random-ring",
+    "adpsgd:graph=random-ring",
     "adpsgd:replica=node",
 )
 COMPILED = (FREE, "localsgd:period=1000000", "daso:period=4,delay=3")
@@ -60,7 +60,7 @@ SHARED: dict[str, tuple[str, list[list[int]]]] = {
     FREE: ("", []),
     "DASO, 4 nodes of 1 rank": ("daso:period=8,delay=6", [[0], [1], [2], [3]]),
     "DASO, 2 nodes of 2 ranks": ("daso:period=8,delay=6", [[0, 1], [2, 3]]),
-    "AD-PSGD, randomized ring": ("adpsgd:topology=random-ring", [[0], [1], [2], [3]]),
+    "AD-PSGD, randomized ring": ("adpsgd:graph=random-ring", [[0], [1], [2], [3]]),
 }
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -272,7 +272,7 @@ def overhead(settings: dict[str, Any]) -> list[dict[str, Any]]:
             FREE,
             "localsgd:period=1000000",
             "daso:period=4,delay=1",
-            "adpsgd:topology=random-ring",
+            "adpsgd:graph=random-ring",
         ):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(DEVICE)

@@ -25,7 +25,7 @@ AFTER = 10.0
 ROUNDS = 3
 DEADLINE = 5.0
 """Seconds without a heartbeat after which our collective strategies give a rank up."""
-QUICK = ("torch DDP", "daso:period=4", "adpsgd:topology=ring")
+QUICK = ("torch DDP", "daso:period=4", "adpsgd:graph=ring")
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ VARIANTS = [
     f"localsgd:period={PERIOD}",
     f"daso:period={PERIOD},delay=1",
     "delay-by-one:replica=node",
-    "adpsgd:topology=random-ring",
+    "adpsgd:graph=random-ring",
 ]
 STRAGGLER = 3
 # an exchange of period 4 that started at step 4 has landed: none is in the air when the clock

@@ -123,12 +123,12 @@ def speed(
 
 def adpsgd(steps: int) -> str:
     """Speed-up over one learner, equal learners and with a slow one."""
-    ring = "adpsgd:topology=random-ring"
+    ring = "adpsgd:graph=random-ring"
     variants: dict[str, tuple[Strategy, Machine]] = {
-        ring: (ADPSGD(topology="random-ring", cpu_share=1.0), GPUS),
+        ring: (ADPSGD(graph="random-ring", cpu_share=1.0), GPUS),
         "delay-by-one:replica=node": (DelayByOne(replica="node"), GPUS),
         "allreduce": (AllReduce(), GPUS),
-        f"{ring}, through host memory": (ADPSGD(topology="random-ring"), Machine()),
+        f"{ring}, through host memory": (ADPSGD(graph="random-ring"), Machine()),
     }
     rows = []
     lines = {}
@@ -180,8 +180,8 @@ def scale(ranks: int, steps: int) -> str:
     where = Cluster(bandwidth="100gbit", latency="5us", compute="150ms", jitter=0.1, slow={5: 3.0})
     for text in (
         "daso:period=4,delay=1",
-        "adpsgd:topology=random-ring",
-        "adpsgd:replica=node,topology=random-ring",
+        "adpsgd:graph=random-ring",
+        "adpsgd:replica=node,graph=random-ring",
         "allreduce",
     ):
         wall = time.monotonic()

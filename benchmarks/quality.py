@@ -42,12 +42,12 @@ SYNCHRONOUS = "synchronous"
 STRATEGIES = {
     SYNCHRONOUS: "allreduce",
     "AD-PSGD fixed ring": "adpsgd:cpu_share=1.0",
-    "AD-PSGD randomized ring": "adpsgd:topology=random-ring,cpu_share=1.0",
+    "AD-PSGD randomized ring": "adpsgd:graph=random-ring,cpu_share=1.0",
     "delay-by-one": "delay-by-one",
     "DASO": "daso",
-    "AD-PSGD pairs": "adpsgd:topology=pairs,cpu_share=1.0",
+    "AD-PSGD pairs": "adpsgd:graph=pairs,cpu_share=1.0",
     "fixed ring with momentum": "adpsgd:average_momentum=True,cpu_share=1.0",
-    "randomized ring with momentum": "adpsgd:topology=random-ring,average_momentum=True,cpu_share=1.0",
+    "randomized ring with momentum": "adpsgd:graph=random-ring,average_momentum=True,cpu_share=1.0",
 }
 # the last two average the momentum too
 ON_REQUEST = (

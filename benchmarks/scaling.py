@@ -35,11 +35,11 @@ NAMES = (
     "allreduce",
     "daso:period=4",
     "delay-by-one",
-    "adpsgd:topology=ring",
-    "adpsgd:topology=pairs",
+    "adpsgd:graph=ring",
+    "adpsgd:graph=pairs",
 )
 LEFT_OUT = ("bf16", "PowerSGD")
-QUICK = ("torch DDP", "daso:period=4", "adpsgd:topology=ring")
+QUICK = ("torch DDP", "daso:period=4", "adpsgd:graph=ring")
 
 
 def main() -> None:

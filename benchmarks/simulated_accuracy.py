@@ -28,8 +28,8 @@ LEARNERS = 8
 CLUSTER = loosestep.Cluster(bandwidth="10gbit", latency="50us", compute="100ms", jitter=0.1)
 STRATEGIES = (
     SYNCHRONOUS,
-    "adpsgd:topology=ring",
-    "adpsgd:topology=random-ring",
+    "adpsgd:graph=ring",
+    "adpsgd:graph=random-ring",
     "delay-by-one",
     "daso:period=4,delay=1",
 )

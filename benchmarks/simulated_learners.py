@@ -30,8 +30,8 @@ CLAIM = ("synchronous", "randomized ring")
 STRATEGIES = {
     "synchronous": "allreduce",
     "delay-by-one": "delay-by-one",
-    "fixed ring": "adpsgd:topology=ring",
-    "randomized ring": "adpsgd:topology=random-ring",
+    "fixed ring": "adpsgd:graph=ring",
+    "randomized ring": "adpsgd:graph=random-ring",
 }
 
 
@@ -171,7 +171,7 @@ def contraction(n: int, topology: str, rounds: int) -> float:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         generator = torch.Generator().manual_seed(rank)
         (w,) = model.parameters()
-        with loosestep.attach(model, optimizer, f"adpsgd:topology={topology},lockstep=true"):
+        with loosestep.attach(model, optimizer, f"adpsgd:graph={topology},lockstep=true"):
             for number in range(rounds):
                 noise = torch.randn(size, generator=generator, dtype=torch.float64)
                 w.grad = noise if size > 1 else torch.full_like(w, np.cos(2 * np.pi * rank / n))

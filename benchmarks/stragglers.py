@@ -23,7 +23,7 @@ from peers import FREE, Peer
 
 SLOW_RANK = 3
 WORK: dict[str, Any] = {"kind": "layers", "megabytes": 1, "seconds": 0.02}
-QUICK = ("torch DDP", "decent-dp, ring", "daso:period=4", "adpsgd:topology=ring")
+QUICK = ("torch DDP", "decent-dp, ring", "daso:period=4", "adpsgd:graph=ring")
 
 
 @dataclass(frozen=True)

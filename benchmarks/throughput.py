@@ -139,7 +139,7 @@ QUICK = (
     "PostLocalSGD, period 4",
     "daso:period=4",
     "delay-by-one",
-    "adpsgd:topology=ring",
+    "adpsgd:graph=ring",
 )
 
 

@@ -8,6 +8,7 @@ import loosestep
 
 ROOT = Path(loosestep.__file__).parent
 LEVELS = {
+    0: ["registry"],
     1: [
         "events",
         "units",

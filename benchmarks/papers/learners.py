@@ -44,12 +44,12 @@ class Rule:
 
 RULES = {
     "synchronous": Rule("synchronous", "allreduce", LEARNERS, "none"),
-    "ring": Rule("fixed ring", "adpsgd:topology=ring", 1, "ring"),
-    "random-ring": Rule("randomized ring", "adpsgd:topology=random-ring", 1, "random-ring"),
+    "ring": Rule("fixed ring", "adpsgd:graph=ring", 1, "ring"),
+    "random-ring": Rule("randomized ring", "adpsgd:graph=random-ring", 1, "random-ring"),
     "delay-by-one": Rule("delay-by-one", "delay-by-one:replica=rank", 1, "mean"),
     "daso": Rule("DASO, 4 nodes of 4", "daso:period=4,delay=1", NODE, "mean", 4, NODE),
     "node-ring": Rule(
-        "ring of 4 nodes of 4", "adpsgd:topology=ring,replica=node", NODE, "ring", 1, NODE
+        "ring of 4 nodes of 4", "adpsgd:graph=ring,replica=node", NODE, "ring", 1, NODE
     ),
 }
 

@@ -159,10 +159,10 @@ LINEUP: list[Peer] = [
     _ours("delay-by-one:replica=node"),
     _ours("diloco:period=16,delay=4", 16),
     _ours("diloco:period=64,delay=16", 64, rare=True),
-    _ours("adpsgd:topology=ring"),
-    _ours("adpsgd:topology=random-ring"),
-    _ours("adpsgd:topology=random-ring,cpu_share=1.0"),
-    _ours("adpsgd:topology=pairs"),
+    _ours("adpsgd:graph=ring"),
+    _ours("adpsgd:graph=random-ring"),
+    _ours("adpsgd:graph=random-ring,cpu_share=1.0"),
+    _ours("adpsgd:graph=pairs"),
 ]
 NOT_MEASURED = {
     "lightning post-local": "its strategy hands the same PostLocalSGD hook and averager of torch to its own loop; see "

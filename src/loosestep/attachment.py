@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterable
@@ -39,9 +40,11 @@ from loosestep.record.player import Player, require_same
 from loosestep.record.recorder import NoTape, Recorder, Tape, make_header
 from loosestep.record.source import DEFAULT_FOLDER, Replay, current_replay
 from loosestep.run import Run
-from loosestep.strategies import ADPSGD, DelayByOne, Strategy
+from loosestep.strategies import Strategy
 from loosestep.strategies import strategy as read_strategy
 from loosestep.topology import Topology
+
+log = logging.getLogger("loosestep")
 
 _attached: WeakSet[nn.Module] = WeakSet()
 _HOW = {"plain": "plain", "ddp": "wrapped in DistributedDataParallel", "shards": "sharded"}
@@ -117,11 +120,12 @@ def _engine(
     world: World, learner: Learner, hosts: list[str], *, key: str | None, encrypt: bool
 ) -> Engine:
     strategy = learner.strategy
-    if isinstance(strategy, ADPSGD):
-        kind = NodeGossipEngine if strategy.replica == "node" else GossipEngine
+    plan = strategy.gossip
+    if plan is not None:
+        kind = NodeGossipEngine if strategy.learner == "node" else GossipEngine
         return kind(
             learner,
-            strategy,
+            plan,
             world=world,
             neighbours=hosts.count(hosts[world.rank]),
             key=key,
@@ -158,7 +162,10 @@ def _prepare(
     replica = None
     inside = None
     try:
-        chosen = read_strategy(strategy)
+        asked = read_strategy(strategy)
+        chosen = asked.fitted(world.topology.weights)
+        if chosen != asked and world.rank == 0:
+            log.info("%s on these nodes is %s: a %s is one learner", asked, chosen, chosen.learner)
         if secret and not chosen.gossip:
             raise ValueError(
                 f"key= and encrypt= are for gossip; {chosen} sends through torch.distributed, "
@@ -228,7 +235,7 @@ def _check_ways(
     """Whether lanes can be what the environment asks for, as far as one rank can see."""
     if ways[LANES] != "nccl":
         return
-    if strategy.gossip or (isinstance(strategy, DelayByOne) and strategy.older_gradient):
+    if strategy.needs_host:
         raise ValueError(
             f"{LANES}=nccl: the exchanges of {strategy} are made by the host; unset {LANES}"
         )
@@ -299,7 +306,7 @@ def _tape(
 ) -> Tape:
     """What the run tells its story to."""
     if replay is not None:
-        free = strategy.gossip and strategy.learner == "rank"
+        free = strategy.gossip is not None and strategy.learner == "rank"
         everybody = (
             range(world.topology.world) if not strategy.gossip else world.topology.mates(world.rank)
         )
@@ -316,7 +323,6 @@ def _tape(
         rank=world.rank,
         nodes=_nodes(world),
         strategy=str(strategy),
-        seed=getattr(strategy, "seed", None),
         layout=replica.layout(),
     )
     return Recorder(record, world.rank, header)
@@ -377,12 +383,12 @@ def _check(
             "model's (was the model moved or rebuilt after the optimizer was made?); build the "
             "optimizer from model.parameters()"
         )
-    if isinstance(strategy, ADPSGD):
-        strategy.graph(
-            len(world.topology.nodes) if strategy.replica == "node" else world.topology.world
+    if strategy.gossip is not None:
+        strategy.gossip.graph_of(
+            len(world.topology.nodes) if strategy.learner == "node" else world.topology.world
         )
         check_gossip(model, mates)
-    if not strategy.gossip:
+    else:
         _check_groups(optimizers)
     lockstep = averages_gradients(inside, strategy, world.topology)
     if lockstep and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):

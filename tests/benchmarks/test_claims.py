@@ -30,14 +30,12 @@ def test_a_claim_without_raw_figures_keeps_its_row(tmp_path: Path) -> None:
 
 def test_raw_figures_replace_what_was_there(tmp_path: Path) -> None:
     lines = [
-        {"peer": "adpsgd:topology=ring", "results": [[3, 0.25, "100%"], [3, 0.5, "90%"]]},
+        {"peer": "adpsgd:graph=ring", "results": [[3, 0.25, "100%"], [3, 0.5, "90%"]]},
         {"peer": "torch DDP", "results": [[0, 0.0, "end"]]},
     ]
     (tmp_path / "kill.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = measured(tmp_path)
-    assert (
-        found["kill"] == "survivors go on (longest gap): adpsgd:topology=ring (0.50 s); peers: none"
-    )
+    assert found["kill"] == "survivors go on (longest gap): adpsgd:graph=ring (0.50 s); peers: none"
     assert found["throughput-main"] == "fast"
     assert (
         measured(tmp_path, "a processor, 16 cores, 24 GiB")["kill"]
@@ -86,7 +84,7 @@ def test_a_round_that_failed_does_not_decide_a_claim(tmp_path: Path) -> None:
         "torch DDP": [60.0, 60.0, 60.0],
         "daso:period=4,delay=1": [float("nan"), 80.0, 90.0],
         "delay-by-one:replica=node": [70.0, 70.0, 70.0],
-        "adpsgd:topology=ring": [99.0, 99.0, 99.0],
+        "adpsgd:graph=ring": [99.0, 99.0, 99.0],
     }
     lines = [
         {"case": "500 Mbit/s", "peer": peer, "speeds": found} for peer, found in speeds.items()
@@ -95,7 +93,7 @@ def test_a_round_that_failed_does_not_decide_a_claim(tmp_path: Path) -> None:
         "".join(json.dumps(line) + "\n" for line in lines)
     )
     assert measured(tmp_path)["throughput-main"].startswith(
-        "`daso:period=4,delay=1` 85.0%, `delay-by-one:replica=node` 70.0%, `adpsgd:topology=ring` "
+        "`daso:period=4,delay=1` 85.0%, `delay-by-one:replica=node` 70.0%, `adpsgd:graph=ring` "
         "99.0%"
     )
 
@@ -105,7 +103,7 @@ def test_the_slowest_link_has_a_claim_of_its_own(tmp_path: Path) -> None:
         "no communication": 1.0,
         "torch DDP": 0.1,
         "daso:period=8,delay=4": 0.77,
-        "adpsgd:topology=ring": 0.97,
+        "adpsgd:graph=ring": 0.97,
     }
     lines = [
         {"case": "50 Mbit/s", "peer": peer, "speeds": [100 * share]}
@@ -116,13 +114,13 @@ def test_the_slowest_link_has_a_claim_of_its_own(tmp_path: Path) -> None:
         "".join(json.dumps(line) + "\n" for line in lines)
     )
     assert measured(tmp_path)["throughput-bandwidth"] == (
-        "`adpsgd:topology=ring` 97%, `daso:period=8,delay=4` 77% of the speed without "
+        "`adpsgd:graph=ring` 97%, `daso:period=8,delay=4` 77% of the speed without "
         "communication; best peer: torch DDP, 10%; torch DDP 10%"
     )
 
 
 def test_whoever_never_gets_there_is_not_named_as_the_best(tmp_path: Path) -> None:
-    curves = {"adpsgd:topology=ring": [[0.1, 0.2]], "torch DDP": [[0.5, 0.9]]}
+    curves = {"adpsgd:graph=ring": [[0.1, 0.2]], "torch DDP": [[0.5, 0.9]]}
     lines = [
         {"rate": "100mbit", "peer": peer, "curves": c, "target": 0.8} for peer, c in curves.items()
     ]
@@ -135,7 +133,7 @@ def test_whoever_never_gets_there_is_not_named_as_the_best(tmp_path: Path) -> No
 
 
 def test_a_tie_is_called_one(tmp_path: Path) -> None:
-    curves = {"adpsgd:topology=ring": [[0.1, 0.9]], "torch DDP": [[0.5, 0.9]]}
+    curves = {"adpsgd:graph=ring": [[0.1, 0.9]], "torch DDP": [[0.5, 0.9]]}
     lines = [
         {"rate": "100mbit", "peer": peer, "curves": c, "target": 0.8} for peer, c in curves.items()
     ]
@@ -143,5 +141,5 @@ def test_a_tie_is_called_one(tmp_path: Path) -> None:
         "".join(json.dumps(line) + "\n" for line in lines)
     )
     assert measured(tmp_path)["time-to-accuracy-digits"] == (
-        "100mbit: a tie, `adpsgd:topology=ring` and torch DDP 0.50 s"
+        "100mbit: a tie, `adpsgd:graph=ring` and torch DDP 0.50 s"
     )

@@ -23,7 +23,7 @@ def simulate(*arguments: str, code: int = 0) -> str:
 def test_a_recipe_is_trained_on_virtual_ranks_and_reported(tmp_path: Path) -> None:
     said = simulate(
         "--strategy",
-        "adpsgd:topology=random-ring",
+        "adpsgd:graph=random-ring",
         "--nodes",
         "4",
         "--ranks-per-node",

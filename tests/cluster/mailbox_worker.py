@@ -18,7 +18,7 @@ from loosestep.core.gossip.mailbox import Mailbox
 from loosestep.core.gossip.peer import Timing
 from loosestep.core.messages.frames import KIND, Kind
 from loosestep.core.messages.sockets import Letter
-from loosestep.topology.graphs import Gossip
+from loosestep.topology.graphs import GossipGraph
 
 WITH_VALUE = (Kind.REQUEST, Kind.REPLY)
 EXCHANGING = (*WITH_VALUE, Kind.ACK, Kind.PING)
@@ -109,7 +109,7 @@ class Worker:
         """
         options = self.options
         stop = self.folder / "stop"
-        gossip = Gossip(options.get("topology", "random-ring"), range(self.world), seed=1)
+        gossip = GossipGraph(options.get("topology", "random-ring"), range(self.world), seed=1)
         gaps = []
         completed = 0
         number = 0
@@ -140,7 +140,7 @@ class Worker:
         self.report.update(global_steps=self.mailbox.global_steps, dead=sorted(self.mailbox.dead()))
 
     def lockstep(self):
-        gossip = Gossip(self.options["topology"], range(self.world), seed=2)
+        gossip = GossipGraph(self.options["topology"], range(self.world), seed=2)
         others = set(range(self.world)) - {self.rank}
         states = []
         for number in range(self.options["rounds"]):

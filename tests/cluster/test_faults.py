@@ -70,7 +70,7 @@ def test_a_killed_rank_ends_the_run_everywhere_and_is_named(strategy, victim, op
 
 
 @pytest.mark.parametrize(
-    "strategy", ["daso:period=1000000,delay=1", "adpsgd:topology=pairs,replica=node"]
+    "strategy", ["daso:period=1000000,delay=1", "adpsgd:graph=pairs,replica=node"]
 )
 def test_a_killed_mate_is_missed_after_a_few_beats_long_before_the_deadline(strategy):
     with start(strategy, "--deadline", "30") as job:

@@ -62,9 +62,9 @@ def train(rank: int, spec: str, steps: list[int] | int = 30, topology=GRID, paus
 
 SPECS = [
     "adpsgd",
-    "adpsgd:topology=random-ring",
-    "adpsgd:topology=pairs",
-    "adpsgd:topology=exponential",
+    "adpsgd:graph=random-ring",
+    "adpsgd:graph=pairs",
+    "adpsgd:graph=exponential",
     "adpsgd:replica=node",
     "adpsgd:lockstep=true",
     "adpsgd:max_staleness=2",
@@ -96,7 +96,7 @@ def test_the_ranks_of_any_node_are_one_learner(topology):
     assert all(torch.equal(results[rank]["inside"], results[first[0]]["inside"]) for rank in first)
 
 
-@pytest.mark.parametrize("spec", ["adpsgd", "adpsgd:topology=random-ring", "adpsgd:replica=node"])
+@pytest.mark.parametrize("spec", ["adpsgd", "adpsgd:graph=random-ring", "adpsgd:replica=node"])
 @pytest.mark.parametrize("steps", [[30, 10, 20, 5], [0, 20, 20, 20], [12, 13, 14, 15]], ids=str)
 def test_learners_may_finish_at_different_times(spec, steps):
     results = ranks(4, train, spec=spec, steps=steps)
@@ -160,7 +160,7 @@ def normalised(rank: int, steps: int):
     norm = nn.BatchNorm1d(3)
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
     with loosestep.attach(
-        norm, optimizer, "adpsgd:topology=random-ring", topology=Topology(GRID), deadline=20
+        norm, optimizer, "adpsgd:graph=random-ring", topology=Topology(GRID), deadline=20
     ):
         norm((rank + 1) * torch.randn(64, 3))
         own = norm.running_var.clone()
@@ -239,7 +239,7 @@ def test_a_world_of_one_works():
 
 
 def shape(rank: int, topology):
-    return train(rank, ADPSGD(topology=topology), topology=[[0], [1], [2], [3]])
+    return train(rank, ADPSGD(graph=topology), topology=[[0], [1], [2], [3]])
 
 
 def test_an_explicit_graph_and_a_matrix_work():
@@ -268,7 +268,7 @@ def test_a_graph_that_does_not_work_is_refused_on_every_rank(topology, message):
     [
         (
             {"topology": "rink"},
-            "unknown topology 'rink'; valid are ring, random-ring, pairs, exponential",
+            "unknown graph 'rink'; valid are ring, random-ring, pairs, exponential",
         ),
         ({"rate": 0}, "rate must be above 0"),
         ({"max_staleness": 0}, "max_staleness must be a whole number of at least 1"),

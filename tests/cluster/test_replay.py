@@ -52,7 +52,7 @@ def test_a_run_with_a_straggler_and_a_kill_is_replayed_bit_for_bit_at_every_step
     tmp_path, monkeypatch
 ):
     options = {
-        "strategy": "adpsgd:topology=random-ring",
+        "strategy": "adpsgd:graph=random-ring",
         "nodes": 4,
         "steps": 60,
         **SLOW_AND_KILLED,

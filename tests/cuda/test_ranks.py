@@ -62,7 +62,7 @@ def test_two_ranks_on_one_device_learn_what_they_learn_on_a_cpu(spec, nodes):
 
 
 @pytest.mark.parametrize(
-    "spec", ["adpsgd:topology=random-ring", "adpsgd:lockstep=true", "adpsgd:replica=node"]
+    "spec", ["adpsgd:graph=random-ring", "adpsgd:lockstep=true", "adpsgd:replica=node"]
 )
 def test_gossip_on_a_device_ends_with_equal_parameters(spec):
     results = ranks(2, train, spec=spec, nodes=[[0], [1]], steps=60)

@@ -58,7 +58,7 @@ def depths(text: str, topology: Topology, cluster: Cluster) -> tuple[float, floa
         "daso:period=4,delay=1",
         "daso-paper:period=4",
         "delay-by-one:replica=node",
-        "adpsgd:topology=random-ring",
+        "adpsgd:graph=random-ring",
     ],
 )
 def test_a_step_takes_as_long_with_tensors_as_without(

@@ -112,7 +112,7 @@ def test_every_rank_has_grad_mode_and_autocast_of_its_own() -> None:
 
 def story(seed: int) -> tuple[list[Any], list[float]]:
     done = simulate(
-        lambda rank: train(rank, "adpsgd:topology=random-ring", steps=6),
+        lambda rank: train(rank, "adpsgd:graph=random-ring", steps=6),
         ranks=6,
         cluster=Cluster(seed=seed, jitter=0.1, compute="10ms"),
     )
@@ -199,8 +199,8 @@ def test_one_slow_learner_delays_everybody_under_all_reduce_and_nobody_under_gos
         ]
         return 20 / max(ends)
 
-    assert speed("adpsgd:topology=random-ring", {3: 10}) == pytest.approx(
-        speed("adpsgd:topology=random-ring", {}), rel=0.01
+    assert speed("adpsgd:graph=random-ring", {3: 10}) == pytest.approx(
+        speed("adpsgd:graph=random-ring", {}), rel=0.01
     )
     assert speed("allreduce", {3: 10}) == pytest.approx(speed("allreduce", {}) / 10, rel=0.02)
 
@@ -217,7 +217,7 @@ def contraction(n: int, topology: str, rounds: int) -> float:
         model = Point(2048 if topology == "random-ring" else 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         generator = torch.Generator().manual_seed(rank)
-        with loosestep.attach(model, optimizer, f"adpsgd:topology={topology},lockstep=true"):
+        with loosestep.attach(model, optimizer, f"adpsgd:graph={topology},lockstep=true"):
             for number in range(rounds):
                 if topology == "random-ring":  # all directions alike
                     model.w.grad = torch.randn(2048, generator=generator, dtype=torch.float64)
@@ -251,7 +251,7 @@ def test_lockstep_rounds_contract_as_the_matrices_say(n: int) -> None:
 
 def test_gossip_goes_on_without_a_rank_that_was_killed() -> None:
     done = simulate(
-        lambda rank: train(rank, "adpsgd:topology=random-ring", steps=20),
+        lambda rank: train(rank, "adpsgd:graph=random-ring", steps=20),
         ranks=6,
         cluster=Cluster(compute="100ms", failures={2: "550ms"}),
     )

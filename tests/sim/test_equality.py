@@ -21,7 +21,7 @@ SPECS = [
     "daso:period=3,delay=1,warmup=2,cooldown=3,total=13",
     "daso-paper:period=2",
     "delay-by-one:older_gradient=true",
-    "adpsgd:topology=random-ring,lockstep=true",
+    "adpsgd:graph=random-ring,lockstep=true",
 ]
 
 

@@ -158,7 +158,7 @@ def test_half_precision_parameters_have_an_outer_step_in_single_precision() -> N
         ("diloco:outer_lr=0", "outer_lr must be above 0 and at most 2"),
         ("diloco:outer_momentum=1", "outer_momentum must be at least 0 and below 1, got 1"),
         ("diloco:outer_lr=high", "outer_lr must be above 0 and at most 2 .* got 'high'"),
-        ("diloco:replica=world", "replica must be one of 'rank', 'node'"),
+        ("diloco:replica=world", "replica must be one of 'auto', 'rank', 'node'"),
     ],
 )
 def test_bad_settings_are_refused(text: str, message: str) -> None:

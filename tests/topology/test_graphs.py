@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loosestep.topology.graphs import (
-    TOPOLOGIES,
-    Gossip,
+    GRAPHS,
+    GossipGraph,
     check_matrix,
     contraction,
     metropolis,
@@ -20,9 +20,9 @@ from loosestep.topology.graphs import (
 )
 
 
-@given(st.sampled_from(TOPOLOGIES), st.integers(1, 17), st.integers(0, 50), st.integers(0, 3))
+@given(st.sampled_from(GRAPHS), st.integers(1, 17), st.integers(0, 50), st.integers(0, 3))
 def test_every_round_is_doubly_stochastic_and_symmetric(topology, n, number, seed):
-    matrix = Gossip(topology, range(n), seed=seed).matrix(number)
+    matrix = GossipGraph(topology, range(n), seed=seed).matrix(number)
     np.testing.assert_allclose(matrix.sum(axis=0), 1)
     np.testing.assert_allclose(matrix.sum(axis=1), 1)
     np.testing.assert_allclose(matrix, matrix.T)
@@ -37,7 +37,7 @@ def test_contraction_is_the_published_one(n, fixed, randomized):
         ((1 + 2 * math.cos(2 * math.pi / n)) / 3) ** 2
     )
     assert contraction([ring_matrix(n)]) == pytest.approx(fixed, abs=1e-3)
-    gossip = Gossip("random-ring", range(n), seed=1)
+    gossip = GossipGraph("random-ring", range(n), seed=1)
     rng = np.random.default_rng(0)
     ratios = []
     for number in range(400):
@@ -51,34 +51,34 @@ def test_contraction_is_the_published_one(n, fixed, randomized):
 def test_fixed_and_randomized_rings_are_the_same_at_four_ranks():
     assert contraction([ring_matrix(4)]) == pytest.approx(1 / 9)
     assert contraction(
-        [Gossip("random-ring", range(4)).matrix(k) for k in range(20)]
+        [GossipGraph("random-ring", range(4)).matrix(k) for k in range(20)]
     ) == pytest.approx(1 / 9)
 
 
 def test_two_ranks_average_half_and_half():
-    for topology in TOPOLOGIES:
-        np.testing.assert_allclose(Gossip(topology, [0, 1]).matrix(0), 0.5)
-    assert Gossip("random-ring", [0, 1]).partner(0, 3, {1}) == (1, 0.5)
-    assert "equals pairs" in Gossip("random-ring", [0, 1]).note()
+    for topology in GRAPHS:
+        np.testing.assert_allclose(GossipGraph(topology, [0, 1]).matrix(0), 0.5)
+    assert GossipGraph("random-ring", [0, 1]).partner(0, 3, {1}) == (1, 0.5)
+    assert "equals pairs" in GossipGraph("random-ring", [0, 1]).note()
 
 
 def test_one_rank_has_nobody_to_talk_to():
-    for topology in TOPOLOGIES:
-        assert Gossip(topology, [0]).partner(0, 0, set()) is None
-        assert Gossip(topology, [0]).round(0, 0, set()) == {}
+    for topology in GRAPHS:
+        assert GossipGraph(topology, [0]).partner(0, 0, set()) is None
+        assert GossipGraph(topology, [0]).round(0, 0, set()) == {}
 
 
 def test_a_ring_closes_over_the_gap():
-    gossip = Gossip("ring", range(5))
+    gossip = GossipGraph("ring", range(5))
     assert gossip.partner(1, 0, {0, 2, 3, 4}) == (2, pytest.approx(1 / 3))
     assert gossip.partner(1, 0, {0, 3, 4}) == (3, pytest.approx(1 / 3))
     assert gossip.partner(4, 0, {1, 3}) == (1, pytest.approx(1 / 3))
     assert gossip.partner(4, 0, {3}) == (3, 0.5)
 
 
-@given(st.sampled_from(TOPOLOGIES), st.sets(st.integers(0, 15), min_size=2), st.integers(0, 40))
+@given(st.sampled_from(GRAPHS), st.sets(st.integers(0, 15), min_size=2), st.integers(0, 40))
 def test_the_rows_of_all_survivors_are_one_matrix(topology, alive, number):
-    gossip = Gossip(topology, range(16), seed=5)
+    gossip = GossipGraph(topology, range(16), seed=5)
     members = sorted(alive)
     matrix = np.zeros((len(members), len(members)))
     for i, rank in enumerate(members):
@@ -88,16 +88,16 @@ def test_the_rows_of_all_survivors_are_one_matrix(topology, alive, number):
     assert np.all(matrix.sum(axis=1) <= 1 + 1e-12)
 
 
-@given(st.sampled_from(TOPOLOGIES), st.integers(0, 100), st.sets(st.integers(0, 7), min_size=2))
+@given(st.sampled_from(GRAPHS), st.integers(0, 100), st.sets(st.integers(0, 7), min_size=2))
 def test_a_partner_is_alive_and_somebody_else(topology, number, alive):
     rank = min(alive)
-    partner, weight = Gossip(topology, range(8)).partner(rank, number, alive - {rank})
+    partner, weight = GossipGraph(topology, range(8)).partner(rank, number, alive - {rank})
     assert partner in alive - {rank}
     assert 0 < weight <= 0.5
 
 
 def test_the_exponential_graph_reaches_everybody():
-    gossip = Gossip("exponential", range(8))
+    gossip = GossipGraph("exponential", range(8))
     assert {gossip.partner(0, number, set(range(1, 8)))[0] for number in range(10)} == {1, 2, 4}
     assert contraction([gossip.matrix(0)]) > contraction(
         [gossip.matrix(2) @ gossip.matrix(1) @ gossip.matrix(0)]
@@ -105,7 +105,7 @@ def test_the_exponential_graph_reaches_everybody():
 
 
 def test_a_graph_becomes_a_doubly_stochastic_matrix():
-    star = Gossip({0: [1, 2, 3]}, range(4))
+    star = GossipGraph({0: [1, 2, 3]}, range(4))
     np.testing.assert_allclose(star.matrix(0).sum(axis=0), 1)
     assert star.partner(2, 0, {0, 1, 3}) == (0, 0.5)
     assert {star.partner(0, k, {1, 2, 3})[0] for k in range(30)} == {1, 2, 3}
@@ -113,36 +113,36 @@ def test_a_graph_becomes_a_doubly_stochastic_matrix():
 
 
 def test_the_diagonal_of_a_matrix_says_how_often_a_rank_rests():
-    lazy = Gossip([[0.9, 0.1], [0.1, 0.9]], [0, 1])
+    lazy = GossipGraph([[0.9, 0.1], [0.1, 0.9]], [0, 1])
     partners = [lazy.partner(0, number, {1}) for number in range(1000)]
     assert set(partners) == {None, (1, 0.5)}
     assert partners.count(None) == pytest.approx(900, abs=40)
 
 
 def test_a_graph_that_falls_apart_says_into_what():
-    path = Gossip({0: [1], 1: [2], 2: [3], 3: [4]}, range(5))
+    path = GossipGraph({0: [1], 1: [2], 2: [3], 3: [4]}, range(5))
     assert path.parts({0, 1, 2, 3, 4}) == [[0, 1, 2, 3, 4]]
     assert path.parts({0, 1, 3, 4}) == [[0, 1], [3, 4]]
     assert path.parts({0, 2, 4}) == [[0], [2], [4]]
-    assert Gossip("ring", range(5)).parts({0, 2, 4}) == [[0, 2, 4]]
+    assert GossipGraph("ring", range(5)).parts({0, 2, 4}) == [[0, 2, 4]]
 
 
 def test_a_shrunk_matrix_stays_doubly_stochastic():
-    matrix = Gossip(ring_matrix(6), range(6)).matrix(0, [0, 1, 2, 4, 5])
+    matrix = GossipGraph(ring_matrix(6), range(6)).matrix(0, [0, 1, 2, 4, 5])
     np.testing.assert_allclose(matrix.sum(axis=0), 1)
     np.testing.assert_allclose(matrix.sum(axis=1), 1)
 
 
-def test_an_unknown_topology_lists_the_valid_ones():
+def test_an_unknown_graph_lists_the_valid_ones():
     with pytest.raises(
-        ValueError, match=r"unknown topology 'torus'.*ring, random-ring, pairs, exponential"
+        ValueError, match=r"unknown graph 'torus'.*ring, random-ring, pairs, exponential"
     ):
-        Gossip("torus", range(4))
+        GossipGraph("torus", range(4))
 
 
 def test_a_graph_that_is_not_connected_names_who_is_apart():
     with pytest.raises(ValueError, match=r"not connected: rank\(s\) \[2, 3\]"):
-        Gossip({0: [1], 2: [3]}, range(4))
+        GossipGraph({0: [1], 2: [3]}, range(4))
 
 
 def test_a_graph_with_strangers_is_refused():
@@ -164,7 +164,7 @@ def test_a_graph_with_strangers_is_refused():
 )
 def test_a_bad_matrix_is_shown(matrix, message):
     with pytest.raises(ValueError, match=message):
-        Gossip(matrix, range(2))
+        GossipGraph(matrix, range(2))
 
 
 @given(n=st.integers(2, 8), seed=st.integers(0, 100))
@@ -175,7 +175,7 @@ def test_a_matrix_in_single_precision_is_accepted_and_made_exactly_symmetric(n, 
         w / 2 * (turned + turned.T) for w, turned in zip(weights, rotations, strict=True)
     ).astype(np.float32)
     single[0, 1] = np.nextafter(single[0, 1], 1, dtype=np.float32)
-    matrix = Gossip(single, range(n)).matrix(0)
+    matrix = GossipGraph(single, range(n)).matrix(0)
     np.testing.assert_array_equal(matrix, matrix.T)
     np.testing.assert_allclose(matrix, single, atol=1e-6)
 

@@ -37,13 +37,13 @@ def test_when_everything_diverges_the_answer_is_smaller_still() -> None:
         ("allreduce", ["allreduce"]),
         ("allreduce,daso", ["allreduce", "daso"]),
         (
-            "daso:period=8,delay=2,adpsgd:topology=random-ring,rate=1,delay-by-one",
-            ["daso:period=8,delay=2", "adpsgd:topology=random-ring,rate=1", "delay-by-one"],
+            "daso:period=8,delay=2,adpsgd:graph=random-ring,rate=1,delay-by-one",
+            ["daso:period=8,delay=2", "adpsgd:graph=random-ring,rate=1", "delay-by-one"],
         ),
         (" daso:period=8 , delay=2 , allreduce ,", ["daso:period=8,delay=2", "allreduce"]),
         (
-            "adpsgd:topology={0: [1, 2], 1: [2]},rate=1,daso",
-            ["adpsgd:topology={0: [1, 2], 1: [2]},rate=1", "daso"],
+            "adpsgd:graph={0: [1, 2], 1: [2]},rate=1,daso",
+            ["adpsgd:graph={0: [1, 2], 1: [2]},rate=1", "daso"],
         ),
         ("dasso,allreduce", ["dasso", "allreduce"]),
     ],

@@ -111,7 +111,7 @@ def test_a_round_that_the_store_did_not_survive_is_replayed_as_it_was() -> None:
 def test_a_training_under_gossip_outlives_rank_0_and_the_store_and_still_cuts_its_learning_rate(
     tmp_path: Path,
 ) -> None:
-    config = tiny("adpsgd:topology=pairs", gradients=900, options={"batch": 4, "pause": 0.005})
+    config = tiny("adpsgd:graph=pairs", gradients=900, options={"batch": 4, "pause": 0.005})
     config = dataclasses.replace(config, nodes=3)
     folder = RunFolder(tmp_path)
     config.write(folder.config_file)

@@ -5,7 +5,7 @@ import typer
 from loosestep.cli import lab, launch
 from loosestep.cli.compare import compare
 from loosestep.cli.demo import demo
-from loosestep.cli.help_text import guide
+from loosestep.cli.help_text import Guided
 from loosestep.cli.replay import replay
 from loosestep.cli.report import report
 from loosestep.cli.resume import resume
@@ -17,12 +17,12 @@ app = typer.Typer(
 )
 
 app.command("demo")(demo)
-app.command("train", epilog=guide())(train)
-app.command("compare", epilog=guide())(compare)
+app.command("train", cls=Guided)(train)
+app.command("compare", cls=Guided)(compare)
 app.command("replay")(replay)
 app.command("report")(report)
 app.command("resume")(resume)
-app.command("simulate", epilog=guide())(simulate)
+app.command("simulate", cls=Guided)(simulate)
 
 # Everything after SCRIPT belongs to the script, also what looks like an option of ours.
 passes_on = {"allow_interspersed_args": False}

@@ -54,11 +54,11 @@ def compare(
         str,
         typer.Option(
             help="Of those below, separated by commas. (allreduce, daso, "
-            "adpsgd:topology=random-ring, delay-by-one)",
+            "adpsgd:graph=random-ring, delay-by-one)",
             show_default=False,
             autocompletion=completion.strategies,
         ),
-    ] = "allreduce,daso,adpsgd:topology=random-ring,delay-by-one",
+    ] = "allreduce,daso,adpsgd:graph=random-ring,delay-by-one",
     seeds: Annotated[
         int, typer.Option(min=1, metavar="<int>", help="How many seeds, from --seed on.")
     ] = 3,

@@ -23,7 +23,7 @@ def recipes(begun: str) -> list[str]:
 
 
 def strategy(begun: str) -> list[str]:
-    return [name for name in STRATEGIES if name.startswith(begun)]
+    return [name for name in STRATEGIES.entries() if name.startswith(begun)]
 
 
 def strategies(begun: str) -> list[str]:

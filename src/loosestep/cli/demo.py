@@ -24,18 +24,12 @@ from loosestep.cli.screen import spell_quality
 from loosestep.lab import Lab, LabError
 from loosestep.report.outcome import Outcome
 from loosestep.runfolder.config import Config
+from loosestep.strategies import STRATEGIES
 from loosestep.training.learning_rate_search import split_strategies
 
 NODES = 2
 RANKS_PER_NODE = 2
-STRATEGIES = "allreduce,daso,adpsgd:topology=random-ring"
-ABOUT = {
-    "allreduce": "synchronous: at every step all processes average their gradients and wait for the slow "
-    "link",
-    "daso": "processes of a node average gradients; the nodes exchange models in the background",
-    "adpsgd": "nobody waits: every process averages its model with one other at a time, in the "
-    "background",
-}
+COMPARED = "allreduce,daso,adpsgd:graph=random-ring"
 EXAMPLES = 3
 
 
@@ -44,7 +38,7 @@ def demo(
     network: Annotated[bool, typer.Option(help="Emulate the link (Linux, root), or not.")] = True,
     strategies: Annotated[
         str, typer.Option(help="What to compare, separated by commas.")
-    ] = STRATEGIES,
+    ] = COMPARED,
     utterances: Annotated[
         int, typer.Option(min=8, help="How much speech to synthesise and learn from.")
     ] = 500,
@@ -109,7 +103,7 @@ def introduce(console: Console, config: Config, strategies: Sequence[str]) -> No
     lines = Table.grid(padding=(0, 2))
     for strategy in strategies:
         name = strategy.partition(":")[0]
-        lines.add_row(f"  [bold]{escape(name)}[/]", ABOUT.get(name, ""))
+        lines.add_row(f"  [bold]{escape(name)}[/]", STRATEGIES.entries()[name].summary)
     console.print(lines)
 
 

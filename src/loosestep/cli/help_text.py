@@ -4,25 +4,15 @@ of one's own.
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from loosestep.strategies import STRATEGIES
 
 WIDTH = 78  # of a terminal of 80 columns
 INDENT = 16
-
-MEANING = {
-    "allreduce": "synchronous: gradients are averaged in every step",
-    "localsgd": "parameters are averaged once a period",
-    "daso": "nodes exchange in the background, once a period",
-    "daso-paper": "daso as it was published",
-    "adpsgd": "gossip: average with one neighbour at a time; nobody waits",
-    "delay-by-one": "models are averaged while the next gradient is computed",
-    "diloco": "as localsgd, and the averages have a momentum: rare exchanges",
-}
 
 DATA = """\
 Data, a folder with what follows; what is not divided has a tenth held out:
@@ -47,19 +37,6 @@ FILE.py:function is called in every rank and returns a loosestep.recipes.Task:
 """
 
 
-def fields(name: str) -> str:
-    """A strategy's fields with their defaults; of a variant of another one those that make the
-    difference.
-    """
-    kind, make = STRATEGIES[name]
-    values = {field.name: getattr(make(), field.name) for field in dataclasses.fields(kind)}
-    if make is not kind:
-        values = {
-            field: value for field, value in values.items() if value != getattr(kind(), field)
-        }
-    return " ".join(f"{field}={value}" for field, value in values.items())
-
-
 def item(name: str, text: str) -> str:
     """The name, and the text in a column beside it."""
     first = f"  {name}".ljust(INDENT)
@@ -72,6 +49,19 @@ def item(name: str, text: str) -> str:
 def guide() -> str:
     """The whole text, as rich markup."""
     parts = ["Strategies, with their fields and defaults, as in daso:period=8,delay=2:\n"]
-    for name, meaning in MEANING.items():
-        parts += [item(name, meaning), item("", fields(name) or "no fields")]
+    for name, entry in STRATEGIES.entries().items():
+        fields = " ".join(f"{field}={value}" for field, value in entry.defaults().items())
+        parts += [item(name, entry.summary), item("", fields or "no fields")]
     return escape("\n".join([*parts, "", DATA, OWN]))
+
+
+class Guided(TyperCommand):
+    """A command whose help ends with `guide`, of the strategies that there are by then."""
+
+    @property
+    def epilog(self) -> str:
+        return guide()
+
+    @epilog.setter
+    def epilog(self, _: str | None) -> None:
+        """Nothing is kept: what the base class sets is always None."""

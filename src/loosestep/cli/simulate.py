@@ -82,7 +82,7 @@ def simulate(
 
     The mathematics is that of real processes; only time is simulated.
 
-    Example: loosestep simulate vision --strategy adpsgd:topology=random-ring --nodes 16
+    Example: loosestep simulate vision --strategy adpsgd:graph=random-ring --nodes 16
     --ranks-per-node 2
     """
     console = Console(highlight=False)

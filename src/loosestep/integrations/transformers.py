@@ -57,12 +57,8 @@ class LoosestepCallback(TrainerCallback):
                 "each waits for the slowest; set average_tokens_across_devices=False and "
                 "include_num_input_tokens_seen='no'"
             )
-        chosen = (
-            read_strategy(self._strategy) if isinstance(self._strategy, str) else self._strategy
-        )
-        if args.load_best_model_at_end and (
-            getattr(chosen, "merge", "delta") == "stale" or getattr(chosen, "older_gradient", False)
-        ):
+        chosen = read_strategy(self._strategy)
+        if args.load_best_model_at_end and not chosen.folds_deltas:
             raise ValueError(
                 "load_best_model_at_end puts the best model in place before the run ends, and "
                 f"what {chosen} then still has in flight would change it; set "

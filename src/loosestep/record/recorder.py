@@ -185,7 +185,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def make_header(
-    *, rank: int, nodes: list[list[int]], strategy: str, seed: int | None, layout: list[str]
+    *, rank: int, nodes: list[list[int]], strategy: str, layout: list[str]
 ) -> dict[str, Any]:
     """What a recording says about itself at its beginning."""
     about = {"format": FORMAT, "loosestep": __version__, **circumstances()}
@@ -194,7 +194,6 @@ def make_header(
         "rank": rank,
         "nodes": nodes,
         "strategy": strategy,
-        "seed": seed,
         "layout": layout,
     }
 

@@ -20,15 +20,15 @@ from loosestep.strategies.base import (
     require_choice,
     require_count,
 )
-from loosestep.topology.graphs import TOPOLOGIES, Gossip
+from loosestep.topology.graphs import GRAPHS, GossipGraph
 
 
 @dataclass(frozen=True, kw_only=True)
-class ADPSGD(Strategy):
+class ADPSGD(Strategy[Gossiping]):
     """Learners average with one neighbour at a time, in the background; a slow or dead one delays
     nobody.
 
-    `topology`: "ring", "random-ring" (a new permutation every round, from `seed` and round),
+    `graph`: "ring", "random-ring" (a new permutation every round, from `seed` and round),
     "pairs", "exponential", a graph {learner: neighbours} or a symmetric, doubly stochastic matrix.
     `rate`: the most exchanges a learner begins per step; fewer when communication would take more
     than `cpu_share` of the process's CPU. `max_staleness`: what is folded was read at most so many
@@ -39,9 +39,9 @@ class ADPSGD(Strategy):
     """
 
     name: ClassVar[str] = "adpsgd"
-    gossip: ClassVar[bool] = True
+    summary: ClassVar[str] = "gossip: average with one neighbour at a time; nobody waits"
 
-    topology: str | Mapping[int, Sequence[int]] | Sequence[Sequence[float]] = "ring"
+    graph: str | Mapping[int, Sequence[int]] | Sequence[Sequence[float]] = "ring"
     rate: float = 1.0
     max_staleness: int | None = None
     lockstep: bool = False
@@ -51,13 +51,13 @@ class ADPSGD(Strategy):
     cpu_share: float = 0.1
 
     def __post_init__(self) -> None:
-        if hasattr(self.topology, "tolist"):  # a matrix of numpy or torch
-            object.__setattr__(self, "topology", self.topology.tolist())
-        if isinstance(self.topology, str) or not isinstance(self.topology, Mapping | Sequence):
-            known = ", ".join(TOPOLOGIES)
+        if hasattr(self.graph, "tolist"):  # a matrix of numpy or torch
+            object.__setattr__(self, "graph", self.graph.tolist())
+        if isinstance(self.graph, str) or not isinstance(self.graph, Mapping | Sequence):
+            known = ", ".join(GRAPHS)
             require(
-                self.topology in TOPOLOGIES,
-                f"unknown topology {self.topology!r}; valid are {known}, a graph {{rank: "
+                self.graph in GRAPHS,
+                f"unknown graph {self.graph!r}; valid are {known}, a graph {{rank: "
                 "neighbours} or a mixing matrix",
             )
         require(
@@ -78,9 +78,14 @@ class ADPSGD(Strategy):
             f"cpu_share must be above 0 and at most 1, got {self.cpu_share!r}",
         )
 
-    def graph(self, learners: int) -> Gossip:
+    @property
+    def gossip(self) -> ADPSGD:
+        """As its fields say."""
+        return self
+
+    def graph_of(self, learners: int) -> GossipGraph:
         """Who is whose neighbour; refuses a graph that does not fit the number of learners."""
-        return Gossip(self.topology, range(learners), seed=self.seed)
+        return GossipGraph(self.graph, range(learners), seed=self.seed)
 
     def begin(self) -> State:
         """No step, no round."""

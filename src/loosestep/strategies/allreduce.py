@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from loosestep.core.contracts import Scope
-from loosestep.strategies.base import Strategy
+from loosestep.strategies.base import Exchanges, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(Strategy):
+class AllReduce(Strategy[Exchanges]):
     """The baseline, as torch's DistributedDataParallel: `g <- mean of the gradients of all ranks`,
     every step.
 
@@ -18,6 +18,7 @@ class AllReduce(Strategy):
     """
 
     name: ClassVar[str] = "allreduce"
+    summary: ClassVar[str] = "synchronous: every step waits for the mean gradient of all ranks"
 
     @property
     def learner(self) -> Scope:

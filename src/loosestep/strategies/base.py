@@ -1,20 +1,27 @@
 """What a strategy is: what the user chose (a frozen dataclass) and where it is (a plain dict).
 
 A strategy decides when to exchange, with whom, and how to fold. It never communicates itself: it
-sees `Exchanges`, so the same object runs on real processes, in a simulator and in a replay.
+sees `Exchanges` or `Gossiping`, so the same object runs on real processes, in a simulator, on
+clocks alone and in a replay. What it needs elsewhere are facts on its class.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, Literal, Protocol
 
 import torch
+from typing_extensions import Self, TypeVar
 
 from loosestep.core.contracts import Landed, Outer, Scope, Vector
 from loosestep.core.replica.replica import Replica
+from loosestep.registry import Preset, spell
+from loosestep.strategies.registry import STRATEGIES
+from loosestep.topology.graphs import GossipGraph
 
 State = dict[str, Any]
+Learner = Literal["auto", "rank", "node"]
 
 
 class Exchanges(Protocol):
@@ -72,19 +79,83 @@ class Gossiping(Protocol):
         """Wait for own exchanges that were begun `age` or more steps ago."""
 
 
+class GossipPlan(Protocol):
+    """What the engine and the clocks of gossip ask of a strategy."""
+
+    @property
+    def rate(self) -> float:
+        """The most exchanges a learner begins per step."""
+
+    @property
+    def cpu_share(self) -> float:
+        """The share of the process's CPU that communication may take."""
+
+    @property
+    def max_staleness(self) -> int | None:
+        """How many steps before it is folded a value may have been read; None: any number."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every round is exactly the mixing matrix."""
+
+    @property
+    def average_momentum(self) -> bool:
+        """Whether the optimizer's momentum is averaged too."""
+
+    @property
+    def replica(self) -> Learner:
+        """Who is one learner."""
+
+    def graph_of(self, learners: int) -> GossipGraph:
+        """Who is whose neighbour; refuses a graph that does not fit the number of learners."""
+
+    def begin(self) -> State:
+        """The state before the first step."""
+
+    def boundary(self, state: State, run: Gossiping) -> None:
+        """Called after every optimizer step."""
+
+
+Asks = TypeVar("Asks", default=Any, contravariant=True)
+"""What a strategy asks of a run: `Exchanges` or `Gossiping`."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """Base of all strategies. `replica` says who is one learner: a rank, a node, or everybody
-    together.
-    """
+class Strategy(Generic[Asks]):
+    """Base of all strategies. A subclass with a `name` is known by it everywhere."""
 
     name: ClassVar[str]
-    gossip: ClassVar[bool] = False
+    summary: ClassVar[str]
+    """One line: for help, the demo and the documentation."""
+    presets: ClassVar[Mapping[str, Preset]] = {}
+    """Further names, for the class with other defaults."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "name" in vars(cls):
+            STRATEGIES.enter(cls)
+
+    # Facts ----------------------------------------------------------------------------------------
+
+    @property
+    def replica(self) -> Learner:
+        """Who is one learner: a rank, a node, or whichever suits the nodes ("auto")."""
+        return "rank"
 
     @property
     def learner(self) -> Scope:
         """Whose ranks hold the same parameters."""
-        return getattr(self, "replica", "rank")
+        if self.replica == "auto":
+            raise ValueError(
+                f"who is one learner under {self} depends on the nodes: ask "
+                "strategy.fitted(ranks_of_nodes)"
+            )
+        return self.replica
+
+    @property
+    def gossip(self) -> GossipPlan | None:
+        """How learners gossip; None where all replicas exchange together."""
+        return None
 
     @property
     def averages_gradients(self) -> bool:
@@ -95,6 +166,37 @@ class Strategy:
     def spans_world(self) -> bool:
         """Whether the gradients of all ranks are ever averaged during backward."""
         return self.learner == "world"
+
+    @property
+    def parts_nodes(self) -> bool:
+        """Whether the ranks of a node that is one learner step apart from each other."""
+        return False
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host has to see what is exchanged, so that NCCL cannot carry it."""
+        return self.gossip is not None
+
+    @property
+    def folds_deltas(self) -> bool:
+        """Whether what lands is added to the parameters, and not put in their place."""
+        return True
+
+    def fitted(self, ranks_of_nodes: Sequence[int]) -> Self:
+        """The strategy with `replica="auto"` decided: a node is one learner where there are
+        several nodes and one of them has several ranks. Few large replicas, which average
+        gradients inside, lose less than many small ones.
+        """
+        if self.replica != "auto":
+            return self
+        several = len(ranks_of_nodes) > 1 and max(ranks_of_nodes) > 1
+        return replace(self, replica="node" if several or self.parts_nodes else "rank")  # type: ignore[call-arg]
+
+    def period_at(self, state: State) -> int | None:
+        """The steps between exchanges at present; None without a period."""
+        return None
+
+    # The algorithm --------------------------------------------------------------------------------
 
     def begin(self) -> State:
         """The state before the first step."""
@@ -115,10 +217,8 @@ class Strategy:
         """Over whom the gradients of the next backward are averaged."""
         return self.learner
 
-    def boundary(self, state: State, run: Any) -> None:
-        """Called after every optimizer step; `run` is an `Exchanges`, or for gossip a
-        `Gossiping`.
-        """
+    def boundary(self, state: State, run: Asks) -> None:
+        """Called after every optimizer step."""
         state["step"] += 1
 
     def land(
@@ -140,15 +240,20 @@ class Strategy:
         """
 
     def __str__(self) -> str:
-        """The form that `loosestep.strategy` reads: the name and the fields that differ from
-        their defaults.
-        """
-        changed = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in fields(self)
-            if f.default is MISSING or getattr(self, f.name) != f.default
-        ]
-        return self.name + (":" + ",".join(changed) if changed else "")
+        """The text that `loosestep.strategy` reads."""
+        return spell(self)
+
+
+def strategy(text: str | Strategy) -> Strategy:
+    """The strategy that `NAME` or `NAME:field=value,field=value` spells."""
+    if isinstance(text, Strategy):
+        return text
+    if not isinstance(text, str):
+        raise TypeError(
+            "a strategy is given as an object or by name, as in 'daso:period=8', got "
+            f"{type(text).__name__}"
+        )
+    return STRATEGIES.read(text)
 
 
 def require(condition: bool, message: str) -> None:

@@ -9,6 +9,7 @@ loss halves B and W until they return to their maximum.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +17,7 @@ import torch
 
 from loosestep.core.contracts import Landed, Scope
 from loosestep.core.replica.replica import Replica
+from loosestep.registry import Preset
 from loosestep.strategies.base import (
     Exchanges,
     State,
@@ -28,7 +30,7 @@ from loosestep.strategies.base import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DASO(Strategy):
+class DASO(Strategy[Exchanges]):
     """Nodes are the replicas. Steps: `warmup` in lockstep, then cycling, then `cooldown` in
     lockstep until `total`.
 
@@ -41,6 +43,10 @@ class DASO(Strategy):
     """
 
     name: ClassVar[str] = "daso"
+    summary: ClassVar[str] = "nodes exchange models in the background, once a period"
+    presets: ClassVar[Mapping[str, Preset]] = {
+        "daso-paper": Preset("paper", "daso as it was published")
+    }
 
     period: int = 4
     delay: int = 1
@@ -106,6 +112,15 @@ class DASO(Strategy):
     def spans_world(self) -> bool:
         """In a warm-up or cool-down of gradients."""
         return self.ramp == "gradients" and self.warmup + self.cooldown > 0
+
+    @property
+    def folds_deltas(self) -> bool:
+        """In our own merge."""
+        return self.merge == "delta"
+
+    def period_at(self, state: State) -> int:
+        """As the plateau controller has left it."""
+        return int(state["period"])
 
     def begin(self) -> State:
         """Before the first step: the longest period, no loss seen."""

@@ -5,17 +5,24 @@ al., 2110.11199).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
 from loosestep.core.contracts import Landed, Vector
 from loosestep.core.replica.replica import Replica
-from loosestep.strategies.base import Exchanges, State, Strategy, require, require_choice
+from loosestep.strategies.base import (
+    Exchanges,
+    Learner,
+    State,
+    Strategy,
+    require,
+    require_choice,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayByOne(Strategy):
+class DelayByOne(Strategy[Exchanges]):
     """`x_{k+1} = mean(x_k) - alpha g(x_k)`: models are averaged while the next gradient is
     computed, then both land.
 
@@ -25,16 +32,27 @@ class DelayByOne(Strategy):
     """
 
     name: ClassVar[str] = "delay-by-one"
+    summary: ClassVar[str] = "models are averaged while the next gradient is computed"
 
     older_gradient: bool = False
-    replica: Literal["rank", "node"] = "rank"
+    replica: Learner = "rank"
 
     def __post_init__(self) -> None:
-        require_choice("replica", self.replica, ("rank", "node"))
+        require_choice("replica", self.replica, ("auto", "rank", "node"))
         require(
             isinstance(self.older_gradient, bool),
             f"older_gradient must be true or false, got {self.older_gradient!r}",
         )
+
+    @property
+    def needs_host(self) -> bool:
+        """For the older form, whose newest models are not those that compute gradients."""
+        return self.older_gradient
+
+    @property
+    def folds_deltas(self) -> bool:
+        """But for the older form."""
+        return not self.older_gradient
 
     def prepare(self, state: State, replica: Replica, part: tuple[int, int] | None = None) -> None:
         """x_{-1} = x_0"""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
 from loosestep.core.replica.replica import Replica
 from loosestep.strategies.base import (
     Exchanges,
+    Learner,
     State,
     Strategy,
     require,
@@ -28,7 +29,7 @@ from loosestep.strategies.base import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(Strategy):
+class DiLoCo(Strategy[Exchanges]):
     """H local steps, then all replicas follow the mean of what they moved, with the momentum of the
     exchanges before.
 
@@ -40,12 +41,13 @@ class DiLoCo(Strategy):
     """
 
     name: ClassVar[str] = "diloco"
+    summary: ClassVar[str] = "as localsgd, and the averages have a momentum: rare exchanges"
 
     period: int = 32
     delay: int = 0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    replica: Literal["rank", "node"] = "rank"
+    replica: Learner = "rank"
 
     def __post_init__(self) -> None:
         require_count("period", self.period, least=1)
@@ -60,7 +62,11 @@ class DiLoCo(Strategy):
             isinstance(self.outer_momentum, int | float) and 0 <= self.outer_momentum < 1,
             f"outer_momentum must be at least 0 and below 1, got {self.outer_momentum!r}",
         )
-        require_choice("replica", self.replica, ("rank", "node"))
+        require_choice("replica", self.replica, ("auto", "rank", "node"))
+
+    def period_at(self, state: State) -> int:
+        """Always the same."""
+        return self.period
 
     def prepare(self, state: State, replica: Replica, part: tuple[int, int] | None = None) -> None:
         """theta_0 = x_0, at rest"""

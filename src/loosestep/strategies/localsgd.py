@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from loosestep.core.contracts import Scope
 from loosestep.strategies.base import (
     Exchanges,
+    Learner,
     State,
     Strategy,
     require,
@@ -17,7 +18,7 @@ from loosestep.strategies.base import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGD(Strategy):
+class LocalSGD(Strategy[Exchanges]):
     """H local steps, then all replicas average their parameters.
 
     `period` is H. With `delay=0` the average is waited for (torch's PostLocalSGD); with `delay=W`
@@ -28,26 +29,27 @@ class LocalSGD(Strategy):
     """
 
     name: ClassVar[str] = "localsgd"
+    summary: ClassVar[str] = "parameters are averaged once a period"
 
     period: int = 8
     delay: int = 0
     start: int = 0
     local_period: int = 1
-    replica: Literal["rank", "node"] = "rank"
+    replica: Learner = "rank"
 
     def __post_init__(self) -> None:
         require_count("period", self.period, least=1)
         require_count("delay", self.delay, least=0)
         require_count("start", self.start, least=0)
         require_count("local_period", self.local_period, least=1)
-        require_choice("replica", self.replica, ("rank", "node"))
+        require_choice("replica", self.replica, ("auto", "rank", "node"))
         require(
             self.delay <= self.period * self.local_period,
             f"delay must be at most the {self.period * self.local_period} steps between "
             f"exchanges, got {self.delay}: an exchange is folded before the next one starts",
         )
         require(
-            self.local_period == 1 or self.replica == "node",
+            self.local_period == 1 or self.replica != "rank",
             f"local_period={self.local_period} averages inside a node and needs replica='node', "
             "got replica='rank'",
         )
@@ -55,12 +57,21 @@ class LocalSGD(Strategy):
     @property
     def averages_gradients(self) -> bool:
         """Before `start`, and inside nodes."""
-        return self.start > 0 or self.replica == "node"
+        return self.start > 0 or self.learner == "node"
 
     @property
     def spans_world(self) -> bool:
         """Before `start`."""
         return self.start > 0
+
+    @property
+    def parts_nodes(self) -> bool:
+        """With local steps."""
+        return self.local_period > 1
+
+    def period_at(self, state: State) -> int:
+        """Always the same."""
+        return self.period
 
     def scope(self, state: State) -> Scope:
         """World before `start`; then the node, unless its ranks are on their own between local
@@ -68,7 +79,7 @@ class LocalSGD(Strategy):
         """
         if state["step"] < self.start:
             return "world"
-        return "node" if self.replica == "node" and self.local_period == 1 else "rank"
+        return "node" if self.learner == "node" and self.local_period == 1 else "rank"
 
     def boundary(self, state: State, run: Exchanges) -> None:
         """Fold what is due, average what is due."""

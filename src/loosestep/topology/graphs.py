@@ -24,37 +24,37 @@ Matrix = NDArray[np.float64]
 Graph = Mapping[int, Sequence[int]]
 
 TOLERANCE = 1e-6  # of what a matrix in single precision sums to
-TOPOLOGIES = ("ring", "random-ring", "pairs", "exponential")
+GRAPHS = ("ring", "random-ring", "pairs", "exponential")
 
 
-class Gossip:
-    """The peers of a run. `topology`: one of TOPOLOGIES, a graph {rank: neighbours} or a mixing
+class GossipGraph:
+    """The peers of a run. `graph`: one of GRAPHS, a graph {rank: neighbours} or a mixing
     matrix over `ranks`.
     """
 
     def __init__(
         self,
-        topology: str | Graph | Sequence[Sequence[float]] | Matrix,
+        graph: str | Graph | Sequence[Sequence[float]] | Matrix,
         ranks: Sequence[int],
         *,
         seed: int = 0,
     ) -> None:
         self.ranks = sorted(ranks)
         self.seed = seed
-        self.name = topology if isinstance(topology, str) else "explicit"
+        self.name = graph if isinstance(graph, str) else "explicit"
         self._matrix: Matrix | None = None
         # a matrix says how often a rank keeps to itself
-        self.rests = not isinstance(topology, str | Mapping)
-        if isinstance(topology, str):
-            if topology not in TOPOLOGIES:
+        self.rests = not isinstance(graph, str | Mapping)
+        if isinstance(graph, str):
+            if graph not in GRAPHS:
                 raise ValueError(
-                    f"unknown topology {topology!r}; valid ones: {', '.join(TOPOLOGIES)}, a graph "
-                    "or a mixing matrix"
+                    f"unknown graph {graph!r}; valid ones: {', '.join(GRAPHS)}, {{rank: "
+                    "neighbours}} or a mixing matrix"
                 )
-        elif isinstance(topology, Mapping):
-            self._matrix = metropolis(topology, self.ranks)
+        elif isinstance(graph, Mapping):
+            self._matrix = metropolis(graph, self.ranks)
         else:
-            self._matrix = check_matrix(topology, len(self.ranks))
+            self._matrix = check_matrix(graph, len(self.ranks))
 
     def partner(self, rank: int, number: int, alive: set[int]) -> tuple[int, float] | None:
         """Whom `rank` contacts in its round `number`, and with which weight; None when nobody is

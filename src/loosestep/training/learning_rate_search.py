@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from loosestep.strategies import at_commas
+from loosestep.registry import at_commas
 
 FACTOR = 2.0
 MOST_TRIALS = 6

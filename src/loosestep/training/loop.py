@@ -66,7 +66,7 @@ def starting_lr(config: Config, task: Task[Any], counts: Sequence[int]) -> float
     if config.lr is not None:
         return config.lr
     replicas = {"world": 1, "node": len(counts), "rank": sum(counts)}[
-        config.chosen_strategy().learner
+        config.chosen_strategy().fitted(counts).learner
     ]
     return task.training.lr * local_scale(task.training.optimizer, replicas)
 
@@ -95,7 +95,7 @@ class Trainer:
         self.journal = journal
         self.tell = tell
         self.folder = folder
-        self.gossip = run.strategy.gossip
+        self.gossip = run.strategy.gossip is not None
         self.world = run.topology.world
         self.total = budget(config, task)
         self.lr = starting_lr(config, task, run.topology.weights)

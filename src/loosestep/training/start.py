@@ -76,7 +76,7 @@ def rearrange(
         return changed, f"no checkpoint yet: starting anew with {after} instead of {before}"
     changed = changed.but(generation=config.generation + 1)
     shutil.rmtree(folder.generation(changed.generation), ignore_errors=True)
-    one = config.chosen_strategy().learner == "world" or len(states) == 1
+    one = config.chosen_strategy().fitted(config.counts()).learner == "world" or len(states) == 1
     parts = ("model", "optimizer", "schedule", "gradients", "seconds")
     state = {
         name: (states[0] if one else {name: mean_tree([s[name] for s in states])})[name]
@@ -120,7 +120,7 @@ def mean_tree(trees: Sequence[Any]) -> Any:
 
 def _states(folder: RunFolder, config: Config, warn: Warn) -> list[dict[str, Any] | None]:
     folders = [folder.checkpoints_of(config, rank) for rank in range(sum(config.counts()))]
-    if config.chosen_strategy().gossip:
+    if config.chosen_strategy().gossip is not None:
         found = (next(Checkpoints(path).intact(warn), None) for path in folders)
         return [None if pair is None else pair[1] for pair in found]
     common = checkpoint.load_latest_common(folders, warn)

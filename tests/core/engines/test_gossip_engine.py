@@ -62,7 +62,7 @@ def test_exchanges_per_second_are_told() -> None:
 
 
 def test_a_graph_that_falls_apart_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    path = ADPSGD(topology={0: [1], 1: [2], 2: [3]})
+    path = ADPSGD(graph={0: [1], 1: [2], 2: [3]})
     failures = {1: "550ms"}
     with caplog.at_level(logging.WARNING, "loosestep"):
         done = simulate(
@@ -150,7 +150,7 @@ def test_a_late_delta_leaves_a_tenth_of_a_variance_that_it_would_pull_below_zero
 
 
 def test_a_random_ring_of_two_is_remarked_upon_once(caplog: pytest.LogCaptureFixture) -> None:
-    simulate(lambda rank: train(rank, "adpsgd:topology=random-ring", 2), ranks=2)
+    simulate(lambda rank: train(rank, "adpsgd:graph=random-ring", 2), ranks=2)
     assert [record.levelno for record in caplog.records if "equals pairs" in record.message] == [
         logging.WARNING
     ]

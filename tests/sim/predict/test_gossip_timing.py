@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from loosestep.core.gossip.budget import Pace
 from loosestep.sim.predict.gossip import Paces, partners_of
-from loosestep.topology.graphs import TOPOLOGIES, Gossip
+from loosestep.topology.graphs import GRAPHS, GossipGraph
 
 
 @settings(max_examples=60, deadline=None)
@@ -35,9 +35,9 @@ def test_many_paces_are_many_times_pace(
         assert together.due(who, np.full(who.size, now), used[who]).tolist() == expected
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", GRAPHS)
 def test_everybody_has_a_partner_that_is_somebody_else(name: str) -> None:
-    graph = Gossip(name, range(9), seed=3)
+    graph = GossipGraph(name, range(9), seed=3)
     for number in range(20):
         partners = partners_of(graph, number)
         assert ((partners >= 0) & (partners < 9) & (partners != np.arange(9))).all()
@@ -45,7 +45,7 @@ def test_everybody_has_a_partner_that_is_somebody_else(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ring", "random-ring", "exponential"])
 def test_rings_are_those_of_the_real_learners(name: str) -> None:
-    graph = Gossip(name, range(7), seed=5)
+    graph = GossipGraph(name, range(7), seed=5)
     for number in range(10):
         real = [graph.partner(rank, number, set(range(7))) for rank in range(7)]
         assert partners_of(graph, number).tolist() == [
@@ -55,7 +55,7 @@ def test_rings_are_those_of_the_real_learners(name: str) -> None:
 
 def test_partners_of_a_matrix_are_neighbours_in_proportion_to_their_weight() -> None:
     matrix = [[0.3, 0.6, 0.1], [0.6, 0.2, 0.2], [0.1, 0.2, 0.7]]
-    drawn = np.array([partners_of(Gossip(matrix, range(3)), number) for number in range(3000)])
+    drawn = np.array([partners_of(GossipGraph(matrix, range(3)), number) for number in range(3000)])
     assert (drawn[:, 0] == 1).mean() == pytest.approx(0.6, abs=0.03)
     assert (drawn[:, 2] == 1).mean() == pytest.approx(0.2, abs=0.03)
     assert (drawn[:, 2] == -1).mean() == pytest.approx(0.7, abs=0.03)  # it rests
@@ -63,10 +63,12 @@ def test_partners_of_a_matrix_are_neighbours_in_proportion_to_their_weight() -> 
 
 
 def test_partners_of_a_graph_never_rest() -> None:
-    drawn = np.array([partners_of(Gossip({0: [1, 2]}, range(3)), number) for number in range(300)])
+    drawn = np.array(
+        [partners_of(GossipGraph({0: [1, 2]}, range(3)), number) for number in range(300)]
+    )
     assert (drawn[:, 1:] == 0).all()
     assert set(drawn[:, 0]) == {1, 2}
 
 
 def test_a_learner_alone_has_no_partner() -> None:
-    assert partners_of(Gossip("ring", range(1)), 0).tolist() == [-1]
+    assert partners_of(GossipGraph("ring", range(1)), 0).tolist() == [-1]

@@ -222,10 +222,10 @@ def test_a_step_of_gossip_never_waits_however_slow_the_link() -> None:
 
 
 def test_the_link_limits_how_many_exchanges_there_are() -> None:
-    plenty = gossip(ADPSGD(topology="random-ring"), bandwidth="100gbit")
+    plenty = gossip(ADPSGD(graph="random-ring"), bandwidth="100gbit")
     assert plenty.exchanges == pytest.approx(8 * 200, rel=0.01)
     # a model takes a second each way, and an exchange has two ends
-    scarce = gossip(ADPSGD(topology="random-ring"))
+    scarce = gossip(ADPSGD(graph="random-ring"))
     # what links can carry, and what is still in the air at the end
     assert scarce.exchanges <= 8 * 20 / 2 + 8 * 7
     assert scarce.exchanges >= 8 * 20 / 2
@@ -303,9 +303,9 @@ def test_bytes_are_those_that_leave_nodes() -> None:
         "daso-paper:warmup=3,cooldown=3,total=20",
         "delay-by-one:replica=node",
         "delay-by-one:older_gradient=True",
-        "adpsgd:topology=pairs",
-        "adpsgd:topology=exponential,replica=node",
-        "adpsgd:lockstep=True,topology=random-ring",
+        "adpsgd:graph=pairs",
+        "adpsgd:graph=exponential,replica=node",
+        "adpsgd:lockstep=True,graph=random-ring",
     ],
 )
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_every_strategy_runs_on_every_topology_and_no_faster_than_its_ranks(
 # Seeds and order ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["daso", "adpsgd:topology=pairs"])
+@pytest.mark.parametrize("text", ["daso", "adpsgd:graph=pairs"])
 def test_the_same_seed_gives_the_same_clocks(text: str) -> None:
     def run(seed: int) -> tuple[float, list[float]]:
         where = cluster(jitter=0.2, seed=seed)
@@ -379,7 +379,7 @@ def test_a_faster_link_is_never_slower(
 
 def test_thousands_of_ranks_take_seconds() -> None:
     begun = time.process_time()
-    for text in ("daso", "adpsgd:topology=random-ring"):
+    for text in ("daso", "adpsgd:graph=random-ring"):
         prediction = predict(
             text, Topology.grid(1024, 4), cluster("100gbit"), parameters=100 * MEGABYTE, steps=200
         )
@@ -404,7 +404,7 @@ def test_thousands_of_ranks_take_seconds() -> None:
             {"strategy": "adpsgd:lockstep=True,replica=node"},
             "lockstep=True is for tests with replica='rank'",
         ),
-        ({"strategy": ADPSGD(topology={0: [1], 1: [0], 2: [1]})}, "names ranks [2]"),
+        ({"strategy": ADPSGD(graph={0: [1], 1: [0], 2: [1]})}, "names ranks [2]"),
         ({"cluster": cluster(slow={5: 2})}, "slow names rank 5"),
         ({"cluster": cluster(failures={1: "1s"})}, "no failures and no joins"),
         ({"cluster": cluster(compute="0ms")}, "every rank must compute for some time"),

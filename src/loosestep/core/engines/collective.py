@@ -39,6 +39,7 @@ from loosestep.core.replica.shards import (
     sharding_modules,
 )
 from loosestep.core.world import World
+from loosestep.strategies import Exchanges, Strategy
 from loosestep.topology import Topology
 
 log = logging.getLogger("loosestep")
@@ -61,7 +62,7 @@ class CollectiveEngine:
         self._learner = learner
         self._world = world
         self._comm = comm
-        self._strategy = learner.strategy
+        self._strategy: Strategy[Exchanges] = learner.strategy
         self._replica = learner.replica
         self.trace = learner.trace
         self._flight: Flight | None = None
@@ -142,7 +143,7 @@ class CollectiveEngine:
 
     def stats(self) -> dict[str, Any]:
         """The period in force."""
-        return {"period": self.state.get("period", getattr(self._strategy, "period", None))}
+        return {"period": self._strategy.period_at(self.state)}
 
     def advice(self) -> str | None:
         """Ranks that do exactly the same learn nothing from each other."""

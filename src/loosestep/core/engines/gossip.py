@@ -28,20 +28,20 @@ from loosestep.core.replica.shards import local, reshard, sharding_modules
 from loosestep.core.world import World
 from loosestep.record.player import Player
 from loosestep.record.recorder import Recorder
-from loosestep.strategies.adpsgd import ADPSGD
+from loosestep.strategies.base import GossipPlan
 
 log = logging.getLogger("loosestep")
 
 
 class GossipEngine:
-    """Drives ADPSGD; is its `Gossiping`."""
+    """Drives the strategies that gossip; is its `Gossiping`."""
 
     averager: GradientAverager | None = None
 
     def __init__(
         self,
         learner: Learner,
-        strategy: ADPSGD,
+        strategy: GossipPlan,
         *,
         world: World,
         neighbours: int,
@@ -74,7 +74,7 @@ class GossipEngine:
         self._parts = 1
         self._ending = False
         self._slow: set[int] = set()  # peers that the user has been told about
-        self._graph = strategy.graph(len(self._members))
+        self._graph = strategy.graph_of(len(self._members))
         if self._graph.note() and world.rank == 0:
             log.warning(self._graph.note())
         self._open_mailbox(key, encrypt)

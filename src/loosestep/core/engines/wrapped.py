@@ -66,7 +66,7 @@ def check_fit(inside: Inside, strategy: Strategy, topology: Topology, mates: Seq
             f"the model is {how} over the ranks of its node, so a node is one learner, but "
             f"{strategy} takes every rank for one; use replica='node', or DASO"
         )
-    if getattr(strategy, "local_period", 1) > 1:
+    if strategy.parts_nodes:
         raise ValueError(
             f"the model is {how} over the ranks of its node, which step together; local_period "
             f"must be 1, got {strategy}"

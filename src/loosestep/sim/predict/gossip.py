@@ -21,9 +21,9 @@ from loosestep.sim.cluster import Cluster
 from loosestep.sim.predict.costs import Costs, Nodes, Times
 from loosestep.sim.predict.lockstep import Gradients
 from loosestep.sim.predict.machine import Machine
-from loosestep.strategies.adpsgd import ADPSGD
+from loosestep.strategies.base import GossipPlan
 from loosestep.topology import Topology
-from loosestep.topology.graphs import Gossip, permutation
+from loosestep.topology.graphs import GossipGraph, permutation
 
 Indices = NDArray[np.int64]
 
@@ -81,11 +81,11 @@ class Flights:
 
 
 class GossipClocks:
-    """Drives ADPSGD on clocks; is its `Gossiping` for all learners that are at a boundary."""
+    """Drives a strategy that gossips on clocks; is its `Gossiping` for all learners that are at a boundary."""
 
     def __init__(
         self,
-        strategy: ADPSGD,
+        strategy: GossipPlan,
         topology: Topology,
         cluster: Cluster,
         machine: Machine,
@@ -102,7 +102,7 @@ class GossipClocks:
         self._strategy = strategy
         self._cluster = cluster
         self._machine = machine
-        self._graph = strategy.graph(learners)
+        self._graph = strategy.graph_of(learners)
         self._learner_of_rank = nodes.of_rank if as_nodes else np.arange(learners)
         self._node = np.arange(learners) if as_nodes else nodes.of_rank
         self._durations = node_steps(sizes, durations, nodes, costs) if as_nodes else durations
@@ -299,7 +299,7 @@ def node_steps(sizes: Sequence[int], durations: Times, nodes: Nodes, costs: Cost
     return np.stack([nodes.greatest(ends(seconds)) + shared for seconds in durations.T], axis=1)
 
 
-def partners_of(graph: Gossip, number: int) -> Indices:
+def partners_of(graph: GossipGraph, number: int) -> Indices:
     """Whom each learner contacts in its round `number`; -1 for nobody. Draws differ from the
     real ones, not their odds.
     """

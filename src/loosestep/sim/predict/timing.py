@@ -21,7 +21,7 @@ from loosestep.sim.predict.costs import Costs, Times
 from loosestep.sim.predict.gossip import GossipClocks
 from loosestep.sim.predict.lockstep import CollectiveClocks
 from loosestep.sim.predict.machine import Machine
-from loosestep.strategies import ADPSGD, Strategy
+from loosestep.strategies import Strategy
 from loosestep.strategies import strategy as read_strategy
 from loosestep.topology import Topology
 
@@ -65,7 +65,7 @@ def predict(
     `parameters`: bytes of the model, or of each of its tensors in order. `losses`: what the
     schedule sees at each step.
     """
-    chosen = read_strategy(strategy)
+    chosen = read_strategy(strategy).fitted(topology.weights)
     machine = machine or Machine()
     sizes = _sizes(parameters)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -81,9 +81,10 @@ def predict(
         raise ValueError(f"every rank must compute for some time, got compute={cluster.compute!r}")
     costs = Costs(topology, cluster, machine, single=chosen.learner == "rank")
     clocks: GossipClocks | CollectiveClocks
-    if isinstance(chosen, ADPSGD):
+    plan = chosen.gossip
+    if plan is not None:
         clocks = GossipClocks(
-            chosen, topology, cluster, machine, costs=costs, sizes=sizes, durations=durations
+            plan, topology, cluster, machine, costs=costs, sizes=sizes, durations=durations
         )
         clocks.run(steps)
         made = clocks.steps
