@@ -20,6 +20,14 @@ def simulate(*arguments: str, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
+def test_names_that_look_like_markup_and_one_speed(tmp_path: Path) -> None:
+    said = simulate("--gradients", "8", "--compute", "10ms", "--name", "a[/b]c")
+    assert "run folder runs/a[/b]c" in said
+    assert Path("runs/a[/b]c/report.html").exists()
+    figures = said.partition("virtual time")[2]
+    assert figures.count("per second") + figures.count("gradients/s") == 1
+
+
 def test_a_recipe_is_trained_on_virtual_ranks_and_reported(tmp_path: Path) -> None:
     said = simulate(
         "--strategy",

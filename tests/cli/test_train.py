@@ -68,6 +68,14 @@ def test_a_mistake_is_one_clear_line(arguments: list[str], message: str) -> None
     assert not Path("runs").exists()  # the name can be used for the next try
 
 
+def test_options_show_the_values_that_the_run_would_use() -> None:
+    said = loosestep("train", "vision", "--set", "preset=paper", "--set", "batch=7", "--options")
+    assert "preset=paper" in said
+    assert "batch=7" in said
+    assert loosestep("train", "vision", "--options").count("model=resnet20") == 1
+    assert "model=resnet50" in said or "size=224" in said
+
+
 def test_options_of_a_recipe_are_listed() -> None:
     for command in ("train", "compare", "simulate"):
         assert "preset=digits" in loosestep(command, "vision", "--options")

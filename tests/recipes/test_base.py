@@ -51,8 +51,8 @@ def test_wrong_options_are_explained(given: dict[str, Any], message: str) -> Non
 
 
 def test_help_lists_defaults_and_choices() -> None:
-    assert [(o.name, o.default) for o in list_options(Options)][1] == ("layers", 3)
-    assert list_options(Options)[0].help == "size (big, little)"
+    assert [(o.name, o.value) for o in list_options(Options())][1] == ("layers", 3)
+    assert list_options(Options())[0].help == "size (big, little)"
 
 
 def test_quality_knows_its_direction() -> None:

@@ -124,7 +124,7 @@ def compare(
         }
         base = asked.gather(given, config, settings or [], batch)
         if options:
-            asked.show_options(base.recipe, console)
+            asked.show_options(base, console)
             return
         chosen = [str(base.but(strategy=text).strategy) for text in split_strategies(strategies)]
         if len(set(chosen)) < max(1, len(chosen)) or not chosen:

@@ -104,12 +104,13 @@ def gather(
     return make_config({**values, **said, "options": chosen}, source=source)
 
 
-def show_options(recipe: str, console: Console) -> None:
-    """What --set understands."""
-    found = find_recipe(recipe).options()
+def show_options(config: Config, console: Console) -> None:
+    """What --set understands, with the values that this command line would use."""
+    found = find_recipe(config.recipe).options(config.options, data=config.data_folder)
     for option in found:
         console.print(
-            f"  [bold]{option.name}[/]={option.default}  {escape(option.help)}", soft_wrap=True
+            f"  [bold]{option.name}[/]={escape(str(option.value))}  {escape(option.help)}",
+            soft_wrap=True,
         )
     if not found:
         console.print("your own function decides what --set means")

@@ -99,7 +99,7 @@ class Screen:
         speed = sum(node["speed"] for node in nodes.values())
         waiting = sum(node["waiting"] for node in nodes.values()) / len(nodes)
         parts = [
-            f"{self._title}  {self.gradients}/{self._run['total']} gradients",
+            f"{escape(self._title)}  {self.gradients}/{self._run['total']} gradients",
             self._spell_quality(),
         ]
         parts += [

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from loosestep.cli import options as asked
@@ -102,7 +103,7 @@ def simulate(
         }
         wanted = asked.gather(given, config, settings or [], batch)
         if options:
-            asked.show_options(wanted.recipe, console)
+            asked.show_options(wanted, console)
             return
         task = prepare(wanted, console)
         measured = compute is None
@@ -171,8 +172,9 @@ def train_virtually(
     folder = new_folder(path, config)
     title = f"{asked.short(config.recipe)}  {config.strategy}"
     console.print(
-        f"[bold]{config.recipe}[/] with {config.strategy} on {sum(config.counts())} virtual "
-        f"ranks: {config.gradients} gradients, run folder {path}",
+        f"[bold]{escape(config.recipe)}[/] with {escape(config.strategy)} on "
+        f"{sum(config.counts())} virtual ranks: {config.gradients} gradients, run folder "
+        f"{escape(str(path))}",
         soft_wrap=True,
     )
     try:
@@ -192,11 +194,9 @@ def _losses(done: Simulation) -> str:
 
 
 def show_simulation(done: Simulation, console: Console) -> None:
-    """The figures of the virtual cluster."""
+    """The figures of the virtual cluster; its speed stands in the last line, as of any run."""
     rows = {
         "virtual time": spell_time(done.seconds),
-        "gradients/s": f"{done.gradients_per_second:.1f}",
-        "waiting": f"{done.waiting_share:.1%}",
         "sent": f"{done.bytes_sent / 1e6:.1f} MB, {done.bytes_between_nodes / 1e6:.1f} MB between "
         "nodes",
         "consensus distance": f"{done.distance:.3g}",

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from loosestep.cli import options as asked
 from loosestep.cli.common import (
@@ -90,7 +91,7 @@ def train(
         }
         wanted = asked.gather(given, config, settings or [], batch)
         if options:
-            asked.show_options(wanted.recipe, console)
+            asked.show_options(wanted, console)
             return
         launch = given_ranks()
         if launch is None:
@@ -105,8 +106,8 @@ def train_here(config: Config, path: Path, console: Console) -> None:
     config = settle(config, prepare(config, console))
     folder = new_folder(path, config)
     console.print(
-        f"[bold]{config.recipe}[/] with {config.strategy}: {config.gradients} gradients, run "
-        f"folder {path}",
+        f"[bold]{escape(config.recipe)}[/] with {escape(config.strategy)}: {config.gradients} "
+        f"gradients, run folder {escape(str(path))}",
         soft_wrap=True,
     )
     conclude(

@@ -11,13 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
 from loosestep.attachment import attach as attach_plain
 from loosestep.run import Run
 from loosestep.strategies import Strategy
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}; loosestep.integrations.accelerate needs it: pip install 'loosestep[accelerate]'"
+    ) from error
 
 
 def attach(

@@ -12,16 +12,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 
 from loosestep.attachment import attach
 from loosestep.run import Run
 from loosestep.strategies import Strategy
 from loosestep.topology import Topology
+
+try:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}; loosestep.integrations.lightning needs it: pip install 'loosestep[lightning]'"
+    ) from error
 
 
 class LoosestepStrategy(DDPStrategy):

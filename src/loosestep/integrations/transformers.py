@@ -13,13 +13,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.training_args import ParallelMode
 
 from loosestep.integrations.accelerate import attach as attach_prepared
 from loosestep.run import Run
 from loosestep.strategies import Strategy
 from loosestep.strategies import strategy as read_strategy
+
+try:
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers.training_args import ParallelMode
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}; loosestep.integrations.transformers needs it: pip install "
+        "'loosestep[transformers]'"
+    ) from error
 
 
 class LoosestepCallback(TrainerCallback):

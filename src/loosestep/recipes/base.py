@@ -170,7 +170,9 @@ class Recipe(Protocol):
 
     name: str
 
-    def options(self) -> list[Option]: ...
+    def options(
+        self, given: Mapping[str, Any] | None = None, *, data: Path | None = None
+    ) -> list[Option]: ...
 
     def build(
         self,
@@ -192,7 +194,7 @@ class Option:
     """One `--set name=value`, for help and error messages."""
 
     name: str
-    default: Any
+    value: Any
     help: str
 
 
@@ -204,13 +206,13 @@ def option(default: Any, text: str, choices: Sequence[str] = ()) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, "choices": tuple(choices)})
 
 
-def list_options(cls: type) -> list[Option]:
-    """The fields of an options dataclass, as help."""
+def list_options(chosen: Any) -> list[Option]:
+    """The fields of an options dataclass with the values in force, as help."""
     found = []
-    for field in dataclasses.fields(cls):
+    for field in dataclasses.fields(chosen):
         choices = field.metadata.get("choices", ())
         text = field.metadata.get("help", "") + (f" ({', '.join(choices)})" if choices else "")
-        found.append(Option(field.name, field.default, text))
+        found.append(Option(field.name, getattr(chosen, field.name), text))
     return found
 
 

@@ -38,7 +38,9 @@ class OwnRecipe:
         self.name = f"{file.stem}:{function}"
         self._function = _load(file, function)
 
-    def options(self) -> list[Option]:
+    def options(
+        self, given: Mapping[str, Any] | None = None, *, data: Path | None = None
+    ) -> list[Option]:
         """Unknown: the function takes what it likes."""
         return []
 

@@ -138,8 +138,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 class AcousticRecipe:
     name = "acoustic"
 
-    def options(self) -> list[Option]:
-        return list_options(AcousticOptions)
+    def options(
+        self, given: Mapping[str, Any] | None = None, *, data: Path | None = None
+    ) -> list[Option]:
+        return list_options(parse_options(AcousticOptions, given or {}, PRESETS))
 
     def build(
         self,

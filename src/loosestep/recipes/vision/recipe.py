@@ -85,8 +85,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 class VisionRecipe:
     name = "vision"
 
-    def options(self) -> list[Option]:
-        return list_options(VisionOptions)
+    def options(
+        self, given: Mapping[str, Any] | None = None, *, data: Path | None = None
+    ) -> list[Option]:
+        return list_options(self._choose(given or {}, data))
+
+    def _choose(self, given: Mapping[str, Any], data: Path | None) -> VisionOptions:
+        """What was given, on top of its preset: `small` for pictures of the user's own."""
+        preset = {} if data is None else {"preset": "small"}
+        return parse_options(VisionOptions, {**preset, **given}, PRESETS)
 
     def build(
         self,
@@ -100,8 +107,7 @@ class VisionRecipe:
         """A task on the pictures in `data` (preset `small` unless said otherwise), or on the
         digits.
         """
-        given = dict(options) if data is None else {"preset": "small", **options}
-        chosen = parse_options(VisionOptions, given, PRESETS)
+        chosen = self._choose(options, data)
         if data is None:
             dataset = digits(chosen.size)
         else:
