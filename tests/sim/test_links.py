@@ -54,6 +54,6 @@ def test_two_lanes_on_the_same_uplinks_take_twice_as_long() -> None:
 
 
 def test_inside_a_node_nothing_touches_the_uplink() -> None:
-    for pattern in ("memory", "ring", "swap", "tree", "pair"):
+    for pattern in ("memory", "ring", "swap", "tree", "sum"):
         assert flow_among([0, 0], pattern).out == {}  # type: ignore[arg-type]
     assert flow_among([0], "ring").hops == 0

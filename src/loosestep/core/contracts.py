@@ -109,6 +109,9 @@ class Member(Protocol):
     def join(self, invitation: Invitation) -> None:
         """Take part in a round of the others (called on the communication thread)."""
 
+    def find_bad(self) -> str | None:
+        """The name of a parameter of this rank that holds NaN or Inf."""
+
     def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of what its peers average, to take part without contributing."""
 
@@ -160,6 +163,11 @@ class Comm(Protocol):
 
     def now(self) -> float:
         """The clock that events are stamped with."""
+
+    def learn_order(self, sizes: Iterable[tuple[int, torch.dtype]]) -> None:
+        """Find out how the backend adds up vectors of such lengths, before the first of them is
+        sent.
+        """
 
     def all_reduce(self, offer: Offer) -> Pending[Landed]:
         """Start one exchange of all replicas in the background."""

@@ -10,13 +10,14 @@ bit for bit those of real processes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from loosestep.core.collectives.gloo import Channel, ordered_sum
+from loosestep.core.collectives.gloo import LITTLE, Channel, ordered_sum
+from loosestep.core.collectives.ring import ring_sum
 from loosestep.core.collectives.shared_memory import Slots, slot_bytes
 from loosestep.core.contracts import Parcel
 from loosestep.core.errors import CommError, LostPeer
@@ -281,19 +282,26 @@ class VirtualChannel(Channel):
         """As on real processes, with one meeting for the all-to-all and the all-gather."""
         if self.size == 1:
             return super().mean(values, weights, divisor)
-        size = values.numel() * values.element_size()
-        if self.size == 2 and weights is None and values.dtype in (torch.float32, torch.float64):
-            self._count(values, 1, between=self._strangers)
-            steps: list[tuple[Pattern, float]] = [("pair", size)]
-        else:
-            chunk = values.view(self.size, -1)[0]
-            self._count(chunk, self.size - 1, between=self._strangers)
-            self._count(chunk, self.size - 1, between=self._right_is_stranger * (self.size - 1))
-            steps = [("swap", size), ("ring", size / self.size)]
+        size, chunk = values.numel() * values.element_size(), values.view(self.size, -1)[0]
+        self._count(chunk, self.size - 1, between=self._strangers)
+        self._count(chunk, self.size - 1, between=self._right_is_stranger * (self.size - 1))
+        steps: list[tuple[Pattern, float]] = [("swap", size), ("ring", size / self.size)]
         mean: torch.Tensor = self._meet(
             values, lambda all_: ordered_sum(all_, weights).div_(divisor).to(values.dtype), *steps
         )
         return mean
+
+    def sum(self, values: torch.Tensor) -> None:
+        """In place, in the order in which the backend of real processes adds up."""
+        if self.size > 1:
+            self._count_sum(values)
+            values.copy_(
+                self._meet(values, ring_sum, ("sum", values.numel() * values.element_size()))
+            )
+
+    def follows_ring(self, sizes: Iterable[tuple[int, torch.dtype]]) -> bool:
+        """By construction."""
+        return True
 
     def through_memory(self, parcel: Parcel, divisor: int) -> None:
         """Packed, met, unpacked."""
@@ -313,12 +321,6 @@ class VirtualChannel(Channel):
         )
         return shown
 
-    def _add_pair(self, values: torch.Tensor) -> None:
-        self._count(values, 1, between=self._strangers)
-        values.copy_(
-            self._meet(values, ordered_sum, ("pair", values.numel() * values.element_size()))
-        )
-
     def tell(self, *numbers: float) -> list[tuple[float, ...]]:
         """Everybody's few numbers; inside a node they ride on a meeting."""
         if self._slots is None:
@@ -330,6 +332,8 @@ class VirtualChannel(Channel):
         """Every rank's tensor, stacked in rank order."""
         if self.size == 1:
             return super().gather(mine)
+        if mine.numel() * mine.element_size() <= LITTLE:
+            return self.swap(torch.stack([mine] * self.size))
         self._count(mine, self.size - 1, between=self._right_is_stranger * (self.size - 1))
         stacked: torch.Tensor = self._meet(
             mine, torch.stack, ("ring", mine.numel() * mine.element_size())

@@ -1,7 +1,9 @@
 """How long messages take: latency plus bytes over bandwidth, one after another on a node's uplink.
 
-    a message     leaves when the sender's uplink is free, arrives when the receiver's has taken it, plus the latency
-    a collective  every uplink carries its share of the bytes after what it carries already; the last one ends it
+    a message     leaves when the sender's uplink is free, arrives when the receiver's has taken it,
+                  plus the latency
+    a collective  every uplink carries its share of the bytes after what it carries already; the
+                  last one ends it
 
 An uplink carries as much in each direction at the same time. Messages inside a node do not touch
 it.
@@ -17,7 +19,7 @@ from typing import Literal
 from loosestep.sim.cluster import Cluster
 from loosestep.topology import Topology
 
-Pattern = Literal["ring", "swap", "pair", "tree", "memory"]
+Pattern = Literal["ring", "swap", "sum", "tree", "memory"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class Links:
 
 def flow_among(nodes: Sequence[int], pattern: Pattern) -> Flow:
     """Among ranks on these nodes: "ring" hands every rank's bytes around all others, "swap" sends
-    an equal part of them to each other rank, "pair" sums two ranks' vectors, "tree" is one rank's
-    bytes to all, "memory" shows them to the node.
+    an equal part of them to each other rank, "sum" adds them up around a ring, to all, "tree" is
+    one rank's bytes to all, "memory" shows them to the node.
     """
     n = len(nodes)
     spread = len(set(nodes)) > 1
@@ -103,11 +105,11 @@ def flow_among(nodes: Sequence[int], pattern: Pattern) -> Flow:
         out = {node: count * (n - count) / n for node, count in per_node.items() if spread}
         inside = (max(per_node.values()) - 1) / n
         return Flow(out, inside, float(spread), float(not spread))
-    steps = n - 1 if pattern == "ring" else 1
+    steps = n - 1 if pattern == "ring" else 2 * (n - 1) / n
     leaving = Counter(
         node for node, right in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if node != right
     )
     out = {node: float(steps * count) for node, count in leaving.items()}
     inside = float(steps) if len(set(nodes)) < n else 0.0
-    hops = 2 if pattern == "pair" else steps
+    hops = n - 1 if pattern == "ring" else 2 * (n - 1)
     return Flow(out, inside, hops * spread, hops * (not spread))

@@ -10,8 +10,9 @@ host always; gradients and vectors may stay on the devices (`near.py`).
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import torch
 
 from loosestep.core.collectives.gloo import Channel, ordered_sum
 from loosestep.core.collectives.groups import Channels, have
+from loosestep.core.collectives.ring import WIDE
 from loosestep.core.contracts import Invitation, Kind, Landed, Member, Offer, Parcel, Scope
 from loosestep.core.errors import CommError
 from loosestep.core.pending import Pending, T
@@ -28,9 +30,12 @@ from loosestep.core.world import World
 from loosestep.events import Trace
 from loosestep.topology import Topology
 
-PIECE = 1 << 20  # elements that travel at a time: bounds the extra memory
+log = logging.getLogger("loosestep")
+
+PIECE = 1 << 20  # elements that travel at a time where memory would be needed several times over
+BLOCK = 1 << 16  # elements that are worked on at a time: they stay in the processor's cache
 # the columns of an exchange's header
-SEQUENCE, KIND, STEP, LOSS, COUNT, FINITE, CHECKSUM, LANE, WIRE = range(9)
+SEQUENCE, KIND, STEP, LOSS, COUNT, CHECKSUM, LANE, WIRE = range(8)
 Advance = Callable[[slice, torch.Tensor], torch.Tensor]  # what is made of a span's mean
 WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
 
@@ -103,8 +108,10 @@ class Collective:
             self._g = Channels("gradients", world=world, nodes=nodes, lanes=lanes, near_node=near)
         self._exchanges = world.stream("exchanges")
         self._gradients = world.stream("gradients") if averages_gradients else None
+        self._order: Pending[None] | None = None
         self._sequence = 0
         self._same = self._same_gradients = 0
+        self._may_be_same = len(topology.nodes) > 1
         self._contributors = 1
         # the ranks whose gradients were averaged in the last round
         self.present = list(range(topology.world))
@@ -115,6 +122,29 @@ class Collective:
     def now(self) -> float:
         """Seconds on the run's clock."""
         return self._now()
+
+    def learn_order(self, sizes: Iterable[tuple[int, torch.dtype]]) -> None:
+        """Find out, in the background, whether the backend adds up vectors of such lengths as is
+        known of it; otherwise sums are taken in rank order, at twice the price.
+        """
+        sizes = sorted(
+            {(length, dtype) for length, dtype in sizes if dtype in WIDE and length > 0}, key=str
+        )
+        self._order = self._exchanges.submit(lambda: self._learn_order(sizes))
+
+    def _learn_order(self, sizes: list[tuple[int, torch.dtype]]) -> None:
+        lane = self._x.lane
+        if len(self._nodes.nodes) <= 2:  # the sum of two numbers has no order
+            return
+        follows = lane is None or lane.follows_ring(sizes)
+        if not bool(self._x.tell(follows).all()):
+            log.warning(
+                "torch's all-reduce does not add up as the release did that loosestep was written "
+                "for: sums are taken in rank order instead, which costs about twice as much"
+            )
+            return
+        for channels in filter(None, (self._x, self._g)):
+            channels.rely_on_ring()
 
     # Exchanges of parameters ----------------------------------------------------------------------
 
@@ -186,26 +216,16 @@ class Collective:
     def _call(self, kind: Kind, offer: Offer | None) -> torch.Tensor:
         """Everybody's header; row r is rank r's."""
         self._sequence += 1
-        row = [0.0] * 9
+        row = [0.0] * 8
         row[SEQUENCE] = self._sequence
         row[KIND] = kind
         row[STEP] = self.step
-        row[FINITE] = 1
         row[LANE] = -1
         if offer is not None:
             offer.ready()
-            values = (
-                offer.vector
-                if offer.part is None
-                else [_row(tensor, *offer.part) for tensor in offer.vector]
-            )
-            # may overflow where every value is finite
-            checksum = sum(float(tensor.sum()) for tensor in values)
-            finite = math.isfinite(checksum) or all(bool(t.isfinite().all()) for t in values)
             row[LOSS] = float(offer.losses[0])
             row[COUNT] = offer.losses[1]
-            row[FINITE] = finite
-            row[CHECKSUM] = checksum if math.isfinite(checksum) else 0.0
+            row[CHECKSUM] = self._checksum(offer)
             row[LANE] = -1 if offer.lane is None else offer.lane
             row[WIRE] = WIRES.index(offer.wire)
         rows = self._x.tell(*row)
@@ -216,21 +236,28 @@ class Collective:
             )
         return rows
 
+    def _checksum(self, offer: Offer) -> float:
+        """Of what this rank sends, as long as all replicas may turn out to be the same."""
+        if not self._may_be_same:
+            return 0.0
+        values = (
+            offer.vector
+            if offer.part is None
+            else [_row(tensor, *offer.part) for tensor in offer.vector]
+        )
+        checksum = sum(float(tensor.sum()) for tensor in values)
+        return checksum if math.isfinite(checksum) else 0.0
+
     def _average(self, offer: Offer, rows: torch.Tensor) -> Landed:
         start = self.now()
-        sick = (rows[:, FINITE] == 0).nonzero().flatten().tolist()
-        if sick:
-            raise CommError(
-                f"the parameters of rank {sick[0]} contain NaN or Inf at step "
-                f"{int(rows[sick[0], STEP])}: nothing was exchanged. Lower the learning rate or "
-                "clip gradients; the other ranks' parameters are intact"
-            )
         with self._x.world.watched() if offer.near else nullcontext():
             spread = sum(
                 self._average_tensor(number, tensor, offer)
                 for number, tensor in enumerate(offer.vector)
             )
         total = add_up(self._x.tell(spread))
+        if not math.isfinite(total):
+            self._find_bad(offer, rows)
         buffers = self._average_buffers(offer.buffers)
         self._report(self._x)
         return Landed(
@@ -242,6 +269,27 @@ class Collective:
             seconds=self.now() - start,
             steps=rows[:, STEP].long().tolist(),
         )
+
+    def _find_bad(self, offer: Offer, rows: torch.Tensor) -> None:
+        """A sum was not finite, or its square was not: raise unless every value is."""
+        assert self.member is not None
+        name = self.member.find_bad()
+        finite = all(bool(tensor.isfinite().all()) for tensor in offer.vector)
+        told = self._x.tell(name is not None, finite)
+        bad = told[:, 0].nonzero().flatten().tolist()
+        where = f" (this rank's own {name} among them)" if name is not None else ""
+        if bad:
+            raise CommError(
+                f"the parameters of rank {bad[0]} contain NaN or Inf at step "
+                f"{int(rows[bad[0], STEP])}{where}: nothing was exchanged. Lower the learning "
+                "rate or clip gradients; the other ranks' parameters are intact"
+            )
+        if not bool(told[:, 1].all()):
+            raise CommError(
+                "the mean of all replicas contains NaN or Inf, although the parameters of each are "
+                "finite: they are too large to be added up, or what an optimizer holds is not "
+                "finite. Lower the learning rate or clip gradients"
+            )
 
     def _average_tensor(self, number: int, tensor: torch.Tensor, offer: Offer) -> float:
         """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's
@@ -263,15 +311,7 @@ class Collective:
         if self._shards:
             spread = self._average_lane(wire, have(lane), delta=delta, outer=outer)
         elif self._nodes != self.topology:
-
-            def mean_of(piece: torch.Tensor) -> torch.Tensor:
-                # rounded once, at the end
-                wide = piece.to(torch.promote_types(piece.dtype, torch.float32), copy=True)
-                return _mean_by_node(wide, node, lane, lanes=self._x.lanes, divisor=self._total)
-
-            spread = _average_pieces(
-                wire, mean_of, grain=self._nodes.multiple, delta=delta, outer=outer
-            )
+            spread = self._average_through(wire, node, lane, delta=delta, outer=outer)
         elif offer.lane is None:
             shards = wire.view(self._x.lanes, -1)
             mine = shards[node.row(self._x.lanes)]
@@ -291,13 +331,43 @@ class Collective:
     def _average_lane(
         self, flat: torch.Tensor, lane: Channel, *, delta: bool, outer: Advance | None = None
     ) -> float:
-        """The replicas of a lane."""
+        """The replicas of a lane: one sum of the whole vector, or piece by piece in rank order."""
         weight = 1 if self._weights is None else self._weights[lane.index]
+        if lane.sums(flat.dtype):
+            total = lane.scratch(flat)
+            if weight == 1:
+                total.copy_(flat)
+            else:
+                torch.mul(flat, weight, out=total)
+            lane.sum(total)
+            return weight * _adopt(flat, total, divisor=self._total, delta=delta, outer=outer)
+        spread = 0.0
+        for begin, piece in _pieces(flat, grain=lane.size):
+            mean = lane.mean(piece, self._weights, self._total)
+            spread += _adopt(piece, mean, divisor=1, delta=delta, outer=outer, begin=begin)
+        return weight * spread
 
-        def mean_of(piece: torch.Tensor) -> torch.Tensor:
-            return lane.mean(piece, self._weights, self._total)
-
-        return weight * _average_pieces(flat, mean_of, grain=lane.size, delta=delta, outer=outer)
+    def _average_through(
+        self,
+        flat: torch.Tensor,
+        node: Channel,
+        lane: Channel | None,
+        *,
+        delta: bool,
+        outer: Advance | None,
+    ) -> float:
+        """Every rank is a replica: sums inside the nodes first, then between them, rounded once, at
+        the end.
+        """
+        spread = 0.0
+        dtype = torch.promote_types(flat.dtype, torch.float32)
+        grain = self._nodes.multiple
+        length = flat.numel() if self._x.sums_between_nodes else None
+        for begin, piece in _pieces(flat, grain=grain, length=length):
+            wide = node.scratch(piece, dtype).copy_(piece)
+            left = _sum_by_node(wide, node, lane, lanes=self._x.lanes, divisor=self._total)
+            spread += _adopt(piece, wide, divisor=left, delta=delta, outer=outer, begin=begin)
+        return spread
 
     def _average_buffers(self, mine: torch.Tensor) -> torch.Tensor:
         """Overwrite buffers with their mean over all ranks, inside the node first."""
@@ -321,6 +391,7 @@ class Collective:
             and bool((heads[:, STEP] > 0).all())
         )
         self._same = self._same + 1 if same else 0
+        self._may_be_same = same or not bool((heads[:, STEP] > 0).all())
         self.identical = self.identical or self._same >= 3
 
     # Averages of gradients ------------------------------------------------------------------------
@@ -366,10 +437,11 @@ class Collective:
             node.through_memory(parcel, self._contributors)
         else:
             parcel.pack(parcel.flat)
-            self._reduce(parcel.flat, scope)
-            parcel.unpack([parcel.flat], 1)
+            divisor = self._reduce(parcel.flat, scope)
+            parcel.unpack([parcel.flat], divisor)
 
     def _enter(self, scope: Scope, checksum: float) -> None:
+        self._await_order()
         self._report(self._channels)
         mine = Standing(Kind.GRADIENTS, scope == "world", checksum, self.agrees(), self.torn)
         channel = self._channels.node
@@ -393,6 +465,12 @@ class Collective:
         self.all_agree = all(standing.agrees for standing in standings)
         self._took_part(standings, channel)
 
+    def _await_order(self) -> None:
+        """Sums of gradients wait for what the other thread finds out first."""
+        if self._order is not None:
+            self._order.wait()
+            self._order = None
+
     def _took_part(self, standings: list[Standing], channel: Channel) -> None:
         self.torn = False
         self.present = [
@@ -406,6 +484,7 @@ class Collective:
         """While this rank waits at `kind`: add zeros to its peers' gradient rounds, in the node,
         then in the world.
         """
+        self._await_order()
         while True:
             reached = self._serve_in(self._channels.node, kind)
             reached = self._serve_in(self._channels.world, reached)
@@ -466,18 +545,20 @@ class Collective:
                 "ranks or on none"
             )
 
-    def _reduce(self, flat: torch.Tensor, scope: Scope) -> None:
+    def _reduce(self, flat: torch.Tensor, scope: Scope) -> int:
+        """Overwrite `flat` with its sum over the ranks that take part; what it is still to be
+        divided by.
+        """
         node = self._channels.node
         lane = self._channels.lane
         lanes = self._channels.lanes
         if self._inside(scope):
             node.total(flat, lanes)
-            flat.div_(self._contributors)
-        elif self._shards:
+            return self._contributors
+        if self._shards:
             lane = have(lane)
-            flat.copy_(lane.mean(flat, None, len(set(self.present) & set(lane.ranks))))
-        else:
-            _mean_by_node(flat, node, lane, lanes=lanes, divisor=self._contributors)
+            return lane.add_up(flat, len(set(self.present) & set(lane.ranks)))
+        return _sum_by_node(flat, node, lane, lanes=lanes, divisor=self._contributors)
 
     @property
     def _channels(self) -> Channels:
@@ -526,25 +607,40 @@ class Collective:
             self._trace.emit("sent", bytes=sent, between_nodes=between)
 
 
-def _average_pieces(
+def _pieces(
+    flat: torch.Tensor, *, grain: int, length: int | None = None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """A flat tensor in pieces that divide by `grain`, so that the extra memory is bounded, each
+    with its beginning.
+    """
+    length = length or max(PIECE // grain, 1) * grain
+    return zip(range(0, flat.numel(), length), flat.split(length), strict=True)
+
+
+def _adopt(
     flat: torch.Tensor,
-    mean_of: Callable[[torch.Tensor], torch.Tensor],
+    total: torch.Tensor,
     *,
-    grain: int,
+    divisor: int,
     delta: bool,
     outer: Advance | None,
+    begin: int = 0,
 ) -> float:
-    """Overwrite `flat` with the mean, or with what is missing to it, piece by piece, so that the
-    extra memory is bounded; how far the values were from it, squared.
+    """Overwrite `flat` with the mean, which `total` is once it is divided, or with what is missing
+    to it; how far the values were from it, squared. Block by block, so that each comes from memory
+    once.
     """
     norms = []  # read at the end: on a device that is the only wait
-    length = max(PIECE // grain, 1) * grain
-    for begin, piece in zip(range(0, flat.numel(), length), flat.split(length), strict=True):
-        mean = mean_of(piece)
+    length = BLOCK if flat.device.type == "cpu" else max(flat.numel(), 1)
+    for at, piece, mean in zip(
+        range(0, flat.numel(), length), flat.split(length), total.split(length), strict=True
+    ):
+        if divisor != 1:
+            mean.div_(divisor)
         torch.sub(mean, piece, out=piece)
         norms.append(torch.linalg.vector_norm(piece))
         if outer is not None:
-            goal = outer(slice(begin, begin + piece.numel()), mean)
+            goal = outer(slice(begin + at, begin + at + piece.numel()), mean)
             piece.add_(goal - mean)
             mean = goal
         if not delta:
@@ -555,21 +651,22 @@ def _average_pieces(
     return spread
 
 
-def _mean_by_node(
+def _sum_by_node(
     flat: torch.Tensor, node: Channel, lane: Channel | None, *, lanes: int, divisor: int
-) -> torch.Tensor:
-    """In place: inside the node a sum for each lane, across nodes their means, then all of them
-    inside the node.
+) -> int:
+    """In place: inside the node a sum for each lane, across nodes their sums, then all of them
+    inside the node; what it is still to be divided by.
     """
     shards = flat.view(lanes, -1)
     mine = shards[node.row(lanes)]
+    left = divisor
     if node.size > 1:
         mine.copy_(node.part(flat, lanes))
     if lane is not None:
-        mine.copy_(lane.mean(mine, None, divisor))
+        left = lane.add_up(mine, divisor)
     if node.size > 1:
         node.share(shards)
-    return flat
+    return left
 
 
 def _row(flat: torch.Tensor, row: int, rows: int) -> torch.Tensor:

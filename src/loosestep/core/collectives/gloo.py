@@ -1,8 +1,9 @@
-"""A group of ranks on torch.distributed, its sums taken in rank order, its waits watched by the
-heartbeats.
+"""A group of ranks on torch.distributed, its sums in known order, its waits watched by heartbeats.
 
-A mean is made of an all-to-all of chunks, a sum of each chunk in rank order and an all-gather: the
-traffic of a ring, but a result that depends on nothing except the values, so that a simulator can
+Plain vectors are summed by gloo's own all-reduce, in the order of its ring (`ring.py`), once that
+has been seen to be so. What gloo would round at every rank, and sums of a backend whose order is
+not known, are made of an all-to-all of chunks, a sum of each chunk in rank order and an all-gather:
+twice the price. Either way a result depends on nothing except the values, so that a simulator can
 reproduce it bit for bit.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from torch._C._distributed_c10d import (
     ProcessGroupGloo,
 )
 
+from loosestep.core.collectives.ring import WIDE, OrderCheck
 from loosestep.core.collectives.shared_memory import Slots, forget, open_slots
 from loosestep.core.contracts import Parcel
 from loosestep.core.errors import CommError
@@ -33,6 +35,7 @@ from loosestep.core.messages.heartbeat import Pulse
 from loosestep.core.messages.sealed_store import SealedStore
 
 SLICE = timedelta(milliseconds=250)  # how often a wait looks at the heartbeats
+LITTLE = 1 << 12  # bytes: below, one hop of many messages is quicker than a ring of hops
 SMALL = 1 << 14  # elements: below, memory is simply allocated
 PATIENCE = timedelta(days=365)  # gloo's own time-out never fires: the heartbeats decide
 
@@ -60,6 +63,7 @@ class Channel:
         self._strangers = sum(node != here for node in nodes)  # members on other nodes
         self._right_is_stranger = nodes[(self.index + 1) % self.size] != here
         self._pulse = pulse
+        self._rings = False
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._slots: Slots | None = None
         self._group: Any = None  # a ProcessGroupGloo, whose operations torch's stubs do not know
@@ -82,13 +86,56 @@ class Channel:
         What is returned is scratch memory: use it before the next operation. The length must divide
         by the size.
         """
-        if self.size == 2 and weights is None and values.dtype in (torch.float32, torch.float64):
-            total = self._take("sum", values).copy_(values)
-            self._add_pair(total)
-            return total.div_(divisor)
         parts = self.swap(values.view(self.size, -1))
         mine = ordered_sum(parts.unbind(0), weights).div_(divisor).to(values.dtype)
         return self.gather(mine).view(-1)
+
+    def sums(self, dtype: torch.dtype) -> bool:
+        """Whether the backend's own sum of such numbers has an order that is known; that of two
+        numbers is always.
+        """
+        return (self._rings or self.size == 2) and dtype in WIDE
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Overwrite `values` with their sum over all ranks, made by the backend."""
+        if self._group is None:
+            return
+        options = AllreduceOptions()
+        options.timeout = PATIENCE
+        self._finish(self._group.allreduce([values], options))
+        self._count_sum(values)
+
+    def add_up(self, values: torch.Tensor, divisor: int) -> int:
+        """Overwrite `values` with their sum over all ranks; what it is still to be divided by. A
+        sum that would be rounded on its way is divided before.
+        """
+        if self.sums(values.dtype):
+            self.sum(values)
+            return divisor
+        values.copy_(self.mean(values, None, divisor))
+        return 1
+
+    def scratch(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory that stays, of the shape of `like`, for a sum; the same until the next one is
+        asked for.
+        """
+        return self._take("sum", like, dtype=dtype)
+
+    def follows_ring(self, sizes: Iterable[tuple[int, torch.dtype]]) -> bool:
+        """Whether the backend sums vectors of such lengths in the order of the ring: tried on
+        numbers that all ranks know.
+        """
+        follows = True
+        for length, dtype in sizes:
+            check = OrderCheck(self.size, dtype)
+            values = check.values(self.index, length)
+            self.sum(values)
+            follows = follows and check.holds(values)
+        return follows
+
+    def rely_on_ring(self) -> None:
+        """From now on the backend's own sums are used."""
+        self._rings = True
 
     def fits(self, flat: torch.Tensor) -> bool:
         """Whether a tensor can be averaged in shared memory at one go."""
@@ -111,12 +158,12 @@ class Channel:
         if self._slots is not None:
             for piece in self._slots.pieces(flat):
                 everybody = self._put(piece)
-                if self.size == 2 and piece.dtype in (torch.float32, torch.float64):
+                if self.size == 2 and piece.dtype in WIDE:
                     torch.add(everybody[0], everybody[1], out=piece)
                 else:
                     piece.copy_(ordered_sum(everybody))
-        elif self.size == 2 and flat.dtype in (torch.float32, torch.float64):
-            self._add_pair(flat)
+        elif self.sums(flat.dtype):
+            self.sum(flat)
         elif self._group is not None or self.size > 1:
             shards = flat.view(lanes, -1)
             shards[self.row(lanes)] = self.part(flat, lanes)
@@ -167,15 +214,6 @@ class Channel:
         self._count(values, 1, between=0)
         return [self._slots.read(rank, values) for rank in range(self.size)]
 
-    def _add_pair(self, values: torch.Tensor) -> None:
-        """In place, between two ranks: a + b = b + a, so the backend's own all-reduce gives the
-        ordered sum.
-        """
-        options = AllreduceOptions()
-        options.timeout = PATIENCE
-        self._finish(self._group.allreduce([values], options))
-        self._count(values, 1, between=self._strangers)
-
     def tell(self, *numbers: float) -> list[tuple[float, ...]]:
         """Everybody's few numbers, in rank order."""
         if self._slots is None or self._pulse is None:
@@ -194,6 +232,8 @@ class Channel:
         if self._group is None:
             out[0] = mine
             return out
+        if mine.numel() * mine.element_size() <= LITTLE:
+            return self.swap(torch.stack([mine] * self.size))
         options = AllgatherOptions()
         options.timeout = PATIENCE
         self._finish(self._group._allgather_base(out.view(-1), mine.reshape(-1), options))
@@ -261,17 +301,20 @@ class Channel:
             slots.meeting.close()
         return slots if agreed else None
 
-    def _take(self, use: str, like: torch.Tensor, *, rows: int = 0) -> torch.Tensor:
+    def _take(
+        self, use: str, like: torch.Tensor, *, rows: int = 0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Memory of the shape of `like`, or of so many of it; large pieces are kept, fresh ones
         cost page faults.
         """
         shape = (rows, *like.shape) if rows else like.shape
         size = max(rows, 1) * like.numel()
+        dtype = dtype or like.dtype
         if size < SMALL:
-            return like.new_empty(shape)
-        kept = self._scratch.get((use, like.dtype))
+            return like.new_empty(shape, dtype=dtype)
+        kept = self._scratch.get((use, dtype))
         if kept is None or kept.numel() < size:
-            kept = self._scratch[use, like.dtype] = like.new_empty(size)
+            kept = self._scratch[use, dtype] = like.new_empty(size, dtype=dtype)
         return kept[:size].view(shape)
 
     def _finish(self, work: dist.Work) -> None:
@@ -286,6 +329,11 @@ class Channel:
             work.wait()
         except RuntimeError as error:
             raise self._pulse.blame(error) from error
+
+    def _count_sum(self, values: torch.Tensor) -> None:
+        parts = values.numel() * values.element_size() * 2 * (self.size - 1) // self.size
+        self.bytes_sent += parts
+        self.bytes_between_nodes += parts * self._right_is_stranger
 
     def _count(self, tensor: torch.Tensor, times: int, *, between: int) -> None:
         size = tensor.numel() * tensor.element_size()

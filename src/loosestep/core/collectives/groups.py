@@ -47,10 +47,18 @@ class Channels:
         everything = (self.near_node, self.near_lane, self.world, self.node, self.lane)
         self._distinct = {id(c): c for c in everything if c is not None}.values()
         self._reported = (0, 0)
+        self._crosses = len(nodes.nodes) > 1
+        self.sums_between_nodes = len(nodes.nodes) == 2
         order = [mate for node in nodes.nodes for mate in node]
         # of every rank among the rows of all nodes
         self._places = [order.index(mate) for mate in range(nodes.world)]
         self._even = len(nodes.nodes) == 1 or set(nodes.weights) == {lanes}
+
+    def rely_on_ring(self) -> None:
+        """The backend adds up as is known of it: use its own sums between nodes."""
+        self.sums_between_nodes = self._crosses
+        if self.lane is not None:
+            self.lane.rely_on_ring()
 
     def tell(self, *numbers: float) -> torch.Tensor:
         """Everybody's few numbers, row r from rank r. A node's rows meet in its memory and then

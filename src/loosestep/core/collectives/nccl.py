@@ -6,8 +6,8 @@ anything is queued on a device, and the heartbeats decide who is lost. Then oper
 for a kernel that waits for a dead peer would never end. Nothing here makes a thread wait for the
 device: operations follow each other on the current stream.
 
-    gradients   inside a node, where each of its ranks has a GPU of its own; LOOSESTEP_GRADIENTS=host turns it off
-    lanes       between nodes, only with LOOSESTEP_LANES=nccl
+    gradients   inside a node, where each of its ranks has a GPU of its own;
+    LOOSESTEP_GRADIENTS=host turns it off lanes       between nodes, only with LOOSESTEP_LANES=nccl
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class NearChannel(Channel):
 
         def greet() -> int:
             here = torch.ones(1, device=device)
-            self._add_pair(here)
+            self.sum(here)
             return int(here)
 
         greeting = Stream("greeting")

@@ -82,6 +82,16 @@ class CollectiveEngine:
                 worked=world.worked,
                 late=learner.inside != "plain",
             )
+        comm.learn_order(self._sums())
+
+    def _sums(self) -> Iterable[tuple[int, torch.dtype]]:
+        """The lengths of the vectors that will be added up between nodes."""
+        lanes = 1 if self._replica.sharded else self._world.topology.lanes
+        if self._strategy.learner != "world":
+            for segment in self._replica.segments:
+                yield segment.padded // lanes, torch.promote_types(segment.dtype, torch.float32)
+        if self.averager is not None:
+            yield from ((length // lanes, dtype) for length, dtype in self.averager.lengths())
 
     @property
     def state(self) -> dict[str, Any]:
@@ -276,6 +286,10 @@ class CollectiveEngine:
         else:
             self._equalise()
             self._mean()
+
+    def find_bad(self) -> str | None:
+        """The name of a parameter that holds NaN or Inf."""
+        return self._replica.find_bad()
 
     def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of what this node's ranks average every step."""

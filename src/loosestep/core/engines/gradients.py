@@ -359,6 +359,12 @@ class GradientAverager:
             bucket.sent = None
             bucket.missing.update(map(id, bucket.params))
 
+    def lengths(self) -> Iterable[tuple[int, torch.dtype]]:
+        """Of the longest and the shortest bucket: so long are the vectors that are added up."""
+        for pick in (min, max):
+            bucket = pick(self._buckets, key=lambda bucket: bucket.padded)
+            yield bucket.padded, bucket.params[0].dtype
+
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:

@@ -446,6 +446,10 @@ class NodeGossipEngine(GossipEngine):
             else:
                 self._swap_in()()
 
+    def find_bad(self) -> str | None:
+        """The name of a parameter that holds NaN or Inf."""
+        return self._learner.replica.find_bad()
+
     def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of what the node's ranks average in the background."""
         return (
