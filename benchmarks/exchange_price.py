@@ -3,7 +3,8 @@
 Every rank does all of it in turn, block by block, so that ratios are of neighbours in time; CPU is
 that of all threads of all ranks. `lines` is an exchange written by hand: copy the parameters into a
 vector that stays, copy it, all-reduce the copy, add the mean and subtract the vector. `exchange`
-is `localsgd:period=1,delay=0`. `ddp` and `allreduce` are whole steps of one model: forward, backward, optimizer.
+is `localsgd:period=1,delay=0`. `ddp` and `allreduce` are whole steps of one model: forward, backward,
+optimizer.
 
     python benchmarks/exchange_price.py [--quick] [--cuda] [--topology rank|node|both|4x2]
         [--ranks 2,4,8] [--megabytes 1,4,32,128]
@@ -17,12 +18,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import loosestep
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import loosestep
 from common import (
     Spread,
     here,
@@ -59,7 +60,7 @@ def lines(model: nn.Module) -> Step:
     """An exchange by hand."""
     params = [p.detach() for p in model.parameters()]
     sizes = [p.numel() for p in params]
-    host = dict(device="cpu", pin_memory=params[0].is_cuda)
+    host = {"device": "cpu", "pin_memory": params[0].is_cuda}
     vector, wire = (torch.zeros(sum(sizes), **host) for _ in range(2))
     views = [piece.view_as(p) for piece, p in zip(vector.split(sizes), params, strict=True)]
     sums = [piece.view_as(p) for piece, p in zip(wire.split(sizes), params, strict=True)]
