@@ -27,11 +27,13 @@ from loosestep.record.player import RecordingEnds
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.out = nn.Linear(16, 2)
+        self.first, self.norm, self.out = (
+            nn.Linear(6, width),
+            nn.BatchNorm1d(width),
+            nn.Linear(width, 2),
+        )
 
     def forward(self, x):
         return self.out(torch.dropout(torch.relu(self.norm(self.first(x))), 0.1, self.training))
@@ -66,8 +68,8 @@ def work(variables, folder, options, replay):
 
 def train(rank, folder, options, replay, say):
     torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model = Net(options.get("width", 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.get("lr", 0.05), momentum=0.9)
     torch.manual_seed(rank)
     record = False if replay else folder / "recording"
     with loosestep.attach(

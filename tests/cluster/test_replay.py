@@ -70,6 +70,28 @@ def test_a_run_with_a_straggler_and_a_kill_is_replayed_bit_for_bit_at_every_step
 
 
 @pytest.mark.timeout(240)
+def test_boundaries_of_some_chunks_of_a_larger_model_are_replayed_bit_for_bit(tmp_path):
+    options = {
+        "strategy": "adpsgd:topology=random-ring",
+        "nodes": 3,
+        "steps": 30,
+        "width": 80_000,
+        "lr": 1e-6,
+        "look": False,
+    }
+    original, replayed = both(tmp_path, slow={1: 4}, **options)
+    assert_same(original, replayed)
+    recordings = [Recording.read(tmp_path / "recording", rank) for rank in range(3)]
+    boundaries = [
+        record.rest
+        for each in recordings
+        for record in each.records()
+        if record.kind is Kind.BOUNDARY
+    ]
+    assert any(0 < len(chunks) < 4 for chunks in boundaries if chunks is not None)
+
+
+@pytest.mark.timeout(240)
 def test_nodes_that_gossip_shard_by_shard_are_replayed_bit_for_bit(tmp_path, monkeypatch):
     options = {
         "strategy": "adpsgd:replica=node",

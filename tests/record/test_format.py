@@ -21,6 +21,7 @@ from loosestep.record.format import (
     Recording,
     RecordingError,
     pack,
+    pack_boundary,
     pack_readings,
     rank_file,
     unpack,
@@ -48,7 +49,7 @@ FIELDS: dict[Kind, list[Any]] = {
     Kind.END: [LONG, LONG],
 }
 HEADER = make_header(
-    rank=3, nodes=[[0, 1], [2, 3]], strategy="adpsgd", seed=0, layout=["weight: (2, 2) float32"]
+    rank=3, nodes=[[0, 1], [2, 3]], strategy="adpsgd", layout=["weight: (2, 2) float32"]
 )
 
 
@@ -61,12 +62,16 @@ def records(draw: st.DrawFn) -> Record:
         rest = draw(st.dictionaries(SHORT, WORD, max_size=60))
     elif kind in WITH_TEXT:
         rest = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=400))
+    elif kind is Kind.BOUNDARY:
+        rest = sorted(draw(st.sets(st.integers(0, 40)))) or None
     return Record(kind, fields, rest, behind=kind < Kind.STEP and draw(st.booleans()))
 
 
 def body(record: Record) -> bytes:
     if record.kind in WITH_READINGS:
         return pack_readings(record.kind, *record.fields, record.rest)
+    if record.kind is Kind.BOUNDARY:
+        return pack_boundary(record.rest or [])
     return pack(record.kind, *record.fields, rest=record.rest.encode() if record.rest else b"")
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAGIC = b"loosestep recording\n"
-FORMAT = 1
+FORMAT = 2
 BEHIND = 0x80
 # how a peer went: holding the result, without a word, or of its own accord before that
 FINISHED, DIED, EARLY = range(3)
@@ -49,7 +49,9 @@ class Kind(IntEnum):
     STEP = 32  # an optimizer step was made
     STEPPED = 33  # global steps: its boundary is complete
     CHECKED = 34  # global steps, digest of the parameters: the same
-    BOUNDARY = 35  # the shadow and the parameters begin to meet, chunk by chunk
+    # (first, last)...: the shadow and the parameters begin to meet in these chunks; without any,
+    # in all
+    BOUNDARY = 35
     LANDED = 36  # they have met
     CONSENSUS = 37  # the mean model was asked for
     AGREED = 38  # and is here
@@ -77,8 +79,10 @@ _FIELDS = {
 }
 _STRUCTS = {kind: struct.Struct("<B" + _FIELDS.get(kind, "")) for kind in Kind}
 _READING = struct.Struct("<HI")
+_RUN = struct.Struct("<II")
 WITH_READINGS = (Kind.MEAN, Kind.FINAL, Kind.ROUND)
 WITH_TEXT = (Kind.VALUE, Kind.ABORT)
+WITH_REST = (*WITH_READINGS, *WITH_TEXT, Kind.BOUNDARY)
 
 
 class RecordingError(ValueError):
@@ -89,7 +93,7 @@ class RecordingError(ValueError):
 
 class Record(NamedTuple):
     """One record. `behind`: the boundary under way had not reached the chunk yet. `rest`:
-    readings, or a text.
+    readings, chunks, or a text.
     """
 
     kind: Kind
@@ -116,16 +120,27 @@ def pack_readings(kind: Kind, place: int, readings: dict[int, int]) -> bytes:
     )
 
 
+def pack_boundary(chunks: list[int]) -> bytes:
+    """The body of a boundary of these chunks, in ascending order; of all with an empty list."""
+    known = set(chunks)
+    first = [chunk for chunk in chunks if chunk - 1 not in known]
+    last = [chunk for chunk in chunks if chunk + 1 not in known]
+    return pack(Kind.BOUNDARY, rest=b"".join(map(_RUN.pack, first, last)))
+
+
 def unpack(body: bytes) -> Record:
     """The inverse of `pack`; ValueError for what is none."""
     kind = Kind(body[0] & ~BEHIND)
     layout = _STRUCTS[kind]
     rest = body[layout.size :]
-    if len(body) < layout.size or (rest and kind not in (*WITH_READINGS, *WITH_TEXT)):
+    if len(body) < layout.size or (rest and kind not in WITH_REST):
         raise ValueError(f"{len(body)} bytes for {kind.name}")
     fields = layout.unpack_from(body)[1:]
     if kind in WITH_READINGS:
         return Record(kind, fields, dict(_READING.iter_unpack(rest)), bool(body[0] & BEHIND))
+    if kind is Kind.BOUNDARY:
+        runs = [range(first, last + 1) for first, last in _RUN.iter_unpack(rest)]
+        return Record(kind, fields, [chunk for run in runs for chunk in run] or None)
     return Record(
         kind, fields, rest.decode() if kind in WITH_TEXT else None, bool(body[0] & BEHIND)
     )
@@ -242,7 +257,7 @@ def _require_torn(data: bytes, position: int) -> None:
     if begin >= len(data):
         return
     kind = Kind(data[begin] & ~BEHIND)
-    if kind not in (*WITH_READINGS, *WITH_TEXT) and length != _STRUCTS[kind].size:
+    if kind not in WITH_REST and length != _STRUCTS[kind].size:
         raise ValueError(f"a length of {length} for {kind.name}")
 
 

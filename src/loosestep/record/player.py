@@ -118,10 +118,15 @@ class Player:
         return self._head is None or self._head.kind in (Kind.ABORT, Kind.END)
 
     def peek(self) -> Kind | None:
+        """The kind of the next mark; None at the end."""
+        record = self.ahead()
+        return None if record is None else record.kind
+
+    def ahead(self) -> Record | None:
         """The next mark; None at the end."""
         with self._condition:
             self._wait()
-            return None if self._head is None else self._head.kind
+            return self._head
 
     def mark(self, *kinds: Kind, do: Callable[[], Any] = lambda: None) -> Record:
         """Wait until everything before the next mark was played; it must be one of `kinds`. `do`

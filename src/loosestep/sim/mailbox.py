@@ -22,7 +22,7 @@ from loosestep.core.gossip.ending import average
 from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError
 from loosestep.core.gossip.loop import KEPT_ROUNDS
 from loosestep.core.gossip.mailbox import in_flight, spread
-from loosestep.core.gossip.peer import Pending, Transfer
+from loosestep.core.gossip.peer import Pending, Rota, Transfer
 from loosestep.core.gossip.shadow import Fold, Shadow
 from loosestep.core.messages.frames import HEADER_BYTES, Kind
 from loosestep.sim.clock import Clock, Gate
@@ -167,6 +167,8 @@ class VirtualMailbox:
         self._alive = set(self.peers)
         self._dead: set[int] = set()
         self._counters: Counter[str] = Counter()
+        self._exchanged = 0.0
+        self._rota = Rota(self.shadow.chunks)
         self._rounds: dict[int, Array] = {}
         self._asked: dict[int, list[int]] = {}
         self._result: Array | None = None
@@ -175,8 +177,8 @@ class VirtualMailbox:
 
     # ---- training
 
-    def exchange(self, peer: int, weight: float = 0.5) -> Pending:
-        """Average the shadow with the peer's; never waits."""
+    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> Pending:
+        """Average the shadow with the peer's, or a share of it; never waits."""
         if peer not in self.peers:
             raise ValueError(
                 f"rank {peer} is not a peer of rank {self.rank}; the peers are {self.peers}"
@@ -188,8 +190,9 @@ class VirtualMailbox:
         if peer not in self._alive:
             pending.finish("skipped")
             return pending
+        chunks = self._rota.take(peer, share)
         self._transfers[peer] = Transfer(
-            pending, weight, list(range(self.shadow.chunks - 1, -1, -1))
+            pending, weight, chunks[::-1], share=len(chunks) / self.shadow.chunks
         )
         self._pump(peer)
         return pending
@@ -209,14 +212,19 @@ class VirtualMailbox:
         *,
         within: int | None = None,
         step: int | None = None,
+        peer: int | None = None,
+        share: float = 1.0,
     ) -> Fold:
         """y += u; x <- y. It takes no virtual time, so it is always worth its cost."""
-        if mode == "publish" and not self.shadow.unpublished:
+        chunks: list[int] | None = None
+        if mode == "publish":
+            chunks = self.shadow.stale(self._rota.next(peer, share) if peer is not None else None)
+        if chunks == []:
             return Fold(skipped=True)
         if mode == "lift":
             fold = self.shadow.lift(tensors, step=self.shadow.steps if step is None else step)
         else:
-            fold = self.shadow.settle(tensors)
+            fold = self.shadow.settle(tensors, chunks)
         fold.seconds = 0.0
         self._counters["folds"] += 1
         return fold
@@ -464,7 +472,7 @@ class VirtualMailbox:
             transfer.flying.discard(chunk)
         if not transfer.flying and not transfer.waiting:
             del self._transfers[peer]
-            self._counters["exchanges"] += 1
+            self._exchanged += transfer.share
             transfer.pending.finish("exchanged")
         else:
             self._pump(peer)

@@ -80,6 +80,69 @@ def test_a_full_queue_loses_nothing_and_nothing_is_asked_for_again(
         assert sum(box.counters["queue_full"] for box in c.boxes) > 0
 
 
+def test_a_share_of_the_model_travels_in_turn_and_counts_as_its_share() -> None:
+    with cluster(2, size=4 * CHUNK_BYTES // 8) as c:
+        a, b = c.flat(0), c.flat(1)
+        quarter, mean = len(a) // 4, (a + b) / 2
+        for turn in range(4):
+            assert c.boxes[0].exchange(1, 0.5, share=0.25).wait(10)
+            done = (turn + 1) * quarter
+            for rank, start in ((0, a), (1, b)):
+                np.testing.assert_allclose(c.flat(rank)[:done], mean[:done])
+                np.testing.assert_array_equal(c.flat(rank)[done:], start[done:])
+            assert c.boxes[0].counters["exchanges"] == (turn + 1) / 4
+        assert c.boxes[1].exchange(0, 0.5, share=0.75).wait(10)  # on this edge it has its own turn
+        assert c.boxes[1].counters["exchanges"] == 0.75
+
+
+def test_a_share_must_be_one() -> None:
+    with cluster(2) as c:
+        for share in (0.0, 1.5):
+            with pytest.raises(ValueError, match="share must be above 0 and at most 1"):
+                c.boxes[0].exchange(1, 0.5, share=share)
+
+
+def test_the_mean_is_untouched_by_shares_with_steps_and_losses() -> None:
+    def loser(rank):
+        draw = np.random.default_rng(rank)
+        return lambda header: bool(header.kind != Kind.BEAT and draw.random() < 0.1)
+
+    with cluster(3, size=5 * CHUNK_BYTES // 8 + 3, lose=loser) as c:
+
+        def work(rank):
+            for k in range(20):
+                peer = (rank + 1 + k % 2) % 3
+                c.boxes[rank].cross(c.params[rank], "publish", peer=peer, share=0.3)
+                pending = c.boxes[rank].exchange(peer, share=0.3)
+                if k % 3:
+                    pending.wait(10)
+                c.params[rank][0] += 0.125
+                step(c.boxes[rank], c.params[rank])
+
+        c.all(work)
+        c.finish()
+        expected = (c.start + 3 * 20 * 0.125) / 3
+        for params in c.params:
+            torch.testing.assert_close(params[0], expected, rtol=0, atol=1e-12)
+
+
+def test_only_the_chunks_that_an_exchange_will_carry_are_published() -> None:
+    with cluster(2, size=4 * CHUNK_BYTES // 8, fold_share=1e-9) as c:
+        before = c.flat(0)
+        quarter = len(before) // 4
+        c.params[0][0] += 8
+        c.boxes[0].step()
+        assert not c.boxes[0].cross(c.params[0], "publish", peer=1, share=0.25).skipped
+        assert (
+            c.boxes[0].cross(c.params[0], "publish", peer=1, share=0.25).skipped
+        )  # they are there
+        np.testing.assert_array_equal(c.flat(0)[:quarter], before[:quarter] + 8)
+        np.testing.assert_array_equal(c.flat(0)[quarter:], before[quarter:])
+        c.boxes[0].exchange(1, share=0.25).wait(10)
+        assert step(c.boxes[0], c.params[0], "whole").staleness_max == 1
+        np.testing.assert_array_equal(c.flat(0)[quarter:], before[quarter:] + 8)
+
+
 def test_exchange_never_blocks_and_returns_the_one_in_flight():
     with cluster(2, lose=lambda rank: lambda header: header.kind == Kind.REPLY) as c:
         first = c.boxes[0].exchange(1)
@@ -279,7 +342,9 @@ def test_folding_is_put_off_longer_while_nothing_has_landed():
         # ten seconds would be enough
         box._fold_share = 1.0
         box._fold_cost = 10.0
+        box._fold_spent = 10.0
         box._folded_at = time.monotonic() - 20
+        box._whole_at = box._folded_at
         assert step(box, c.params[0]).skipped
         c.exchange(1, 0)
         assert not step(box, c.params[0]).skipped

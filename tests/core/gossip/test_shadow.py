@@ -56,6 +56,18 @@ class Network:
         self.total = self.total + amount
         shadow.boundary(params)
 
+    def step_in_part(self, end, amount, chunks):
+        """A step whose parameters reach the shadow in some chunks only, and the others later."""
+        params, shadow = self.learners[end]
+        params[0] += amount
+        self.total = self.total + amount
+        shadow.steps += 1
+        shadow.settle(params, sorted(chunks))
+
+    def publish(self):
+        for params, shadow in self.learners:
+            shadow.boundary(params)
+
     def settle(self):
         """Repeat what is unanswered until nothing is."""
         for _ in range(50):
@@ -79,6 +91,7 @@ actions = st.one_of(
     st.tuples(st.just("lose"), st.integers(0, 1), st.integers(0, 50)),
     st.tuples(st.just("repeat"), st.integers(0, 1)),
     st.tuples(st.just("step"), st.integers(0, 1), st.floats(-1, 1)),
+    st.tuples(st.just("part"), st.integers(0, 1), st.floats(-1, 1), st.sets(st.integers(0, 2))),
 )
 
 
@@ -100,10 +113,13 @@ def test_mean_is_untouched_by_loss_reordering_and_duplication(script):
                 network.send(1 - end, message)
         elif name == "step":
             network.step(end, rest[0])
+        elif name == "part":
+            network.step_in_part(end, *rest)
         for edge in network.edges:
             assert edge.pending <= edge.window
             assert edge.cached <= 3 * edge.window  # bounded, whatever is lost
     network.settle()
+    network.publish()
     np.testing.assert_allclose(network.sum(), network.total, rtol=0, atol=1e-12)
 
 

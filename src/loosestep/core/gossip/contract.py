@@ -50,18 +50,21 @@ class GossipMailbox(Protocol):
         *,
         within: int | None = None,
         step: int | None = None,
+        peer: int | None = None,
+        share: float = 1.0,
     ) -> Fold:
         """y <- y + u; x <- y. What has landed is added to the tensors, and what they have learned
         is published.
 
         `within`: "due" becomes "whole" once something that has landed, or would, is as many steps
         old. "lift": the tensors are a copy of the parameters after `step`, and become d = y - x;
-        any thread may call it.
+        any thread may call it. "publish" with a `peer`: in the chunks that the next exchange of
+        this `share` with it will carry, where such a part can cross alone.
         """
 
-    def exchange(self, peer: int, weight: float = 0.5) -> Exchange:
+    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> Exchange:
         """Begin to average with a peer, both moving by `weight` of their difference. Never
-        blocks.
+        blocks. A `share` of the model is the next chunks on this edge; they go round.
         """
 
     def lockstep_round(

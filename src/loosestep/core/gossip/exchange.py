@@ -50,8 +50,7 @@ class NotFiniteError(ValueError):
 class Vector(Protocol):
     """What an edge needs of the shadow."""
 
-    published: int
-
+    def published_at(self, chunk: int) -> int: ...
     def read(self, chunk: int, note: bytes = b"") -> Any: ...
     def move(
         self,
@@ -143,7 +142,7 @@ class Edge:
             return self._ping(chunk if state.cache else None)
         state.seen += 1
         buffer = self._take(chunk, state.seen)
-        state.pend[state.seen] = Pair(buffer, weight, self._shadow.published)
+        state.pend[state.seen] = Pair(buffer, weight, self._shadow.published_at(chunk))
         self.pending += 1
         return self._request(chunk, state.seen)
 
@@ -200,7 +199,9 @@ class Edge:
         if self.cached >= 2 * self.window:
             return [self._ping()]  # the peer repeats its request
         self._apply(
-            state, message, Pair(self._take(chunk, q), message.weight, self._shadow.published)
+            state,
+            message,
+            Pair(self._take(chunk, q), message.weight, self._shadow.published_at(chunk)),
         )
         state.seen = max(state.seen, q)
         return [self._reply(state, chunk, q)]

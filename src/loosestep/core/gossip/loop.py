@@ -74,6 +74,7 @@ class Courier:
         self.links = {peer: Link(Edge(shadow, window, peer=peer)) for peer in peers}
         self.ending = Ending(rank, shadow, self.members, retry=timing.retry)
         self.counters: Counter[str] = Counter()
+        self.exchanges = 0.0  # begun here and completed, in whole models
         self.rejected: Counter[str] = Counter()
         self.commands: deque[Callable[[], None]] = deque()
         self.fetches: dict[Fetch, Pending] = {}
@@ -210,12 +211,14 @@ class Courier:
 
     # ---- what the compute thread asks for
 
-    def exchange(self, peer: int, weight: float, pending: Pending) -> None:
+    def exchange(self, peer: int, weight: float, chunks: list[int], pending: Pending) -> None:
         link = self.links[peer]
         if self.members.peers[peer].state is not State.ALIVE or self.ending.done:
             pending.finish("skipped")
             return
-        link.transfer = Transfer(pending, weight, list(range(self.shadow.chunks - 1, -1, -1)))
+        link.transfer = Transfer(
+            pending, weight, chunks[::-1], share=len(chunks) / self.shadow.chunks
+        )
         link.moved = time.monotonic()
         self._pump(peer)
 
@@ -336,7 +339,8 @@ class Courier:
             transfer.flying.discard(chunk)
         if not transfer.flying and not transfer.waiting:
             link.transfer = None
-            self.counters["exchanges"] += transfer.outcome == "exchanged"
+            if transfer.outcome == "exchanged":
+                self.exchanges += transfer.share
             transfer.pending.finish(transfer.outcome)
         else:
             self._pump(peer)

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from loosestep.core.gossip.budget import IDLE
 from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.loop import Courier
-from loosestep.core.gossip.peer import Pending, Timing
+from loosestep.core.gossip.peer import Pending, Rota, Timing
 from loosestep.core.gossip.shadow import Fold, Shadow
 from loosestep.core.messages.address import bind_host, is_loopback, port_range
 from loosestep.core.messages.directory import Directory, Store
@@ -162,6 +162,7 @@ class Mailbox:
             timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
         )
         self._exchanges: dict[int, Pending] = {}
+        self._rota = Rota(self._shadow.chunks)
         self._fold_share = fold_share
         self._emit = emit
         self._told = time.monotonic()
@@ -171,8 +172,10 @@ class Mailbox:
         self._folds = 0
         self._fold_seconds = 0.0
         self._fold_cpu = 0.0
-        self._fold_cost = 0.0
+        self._fold_cost = 0.0  # of a whole one, smoothed
+        self._fold_spent = 0.0  # by the last one
         self._folded_at = 0.0
+        self._whole_at = 0.0  # a whole one
         self._thread = threading.Thread(
             target=self._courier.run, name=f"loosestep-mailbox-{rank}", daemon=True
         )
@@ -180,9 +183,10 @@ class Mailbox:
 
     # ---- training
 
-    def exchange(self, peer: int, weight: float = 0.5) -> Pending:
+    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> Pending:
         """Average the shadow with the peer's: both move by `weight` of their difference. Never
-        blocks. While an exchange with this peer is in flight, that one is returned; with a peer
+        blocks. With a `share` below 1 so much of the model, the next chunks on this edge: they go
+        round. While an exchange with this peer is in flight, that one is returned; with a peer
         that is not there, one that is done already.
         """
         self._check()
@@ -196,8 +200,11 @@ class Mailbox:
         flying = self._exchanges.get(peer)
         if flying is not None and not flying.done():
             return flying
+        chunks = self._rota.take(peer, share)
         pending = self._exchanges[peer] = Pending()
-        begin = partial(self._tell_courier, lambda: self._courier.exchange(peer, weight, pending))
+        begin = partial(
+            self._tell_courier, lambda: self._courier.exchange(peer, weight, chunks, pending)
+        )
         self._shadow.when_published(begin)
         return pending
 
@@ -218,41 +225,51 @@ class Mailbox:
         *,
         within: int | None = None,
         step: int | None = None,
+        peer: int | None = None,
+        share: float = 1.0,
     ) -> Fold:
-        """y += u; x <- y. "due" is skipped while folding would take more than `fold_share` of a
-        core, or while nothing has landed a part of that: a large model folds less often than every
-        step.
+        """y += u; x <- y. "due" crosses the chunks where something has landed, and is skipped while
+        folding would take more than `fold_share` of a core; all of them where they take a part of
+        that, so that peers meet what is not too old. "publish" with a `peer` crosses the chunks
+        that the next exchange of this `share` with it will carry.
         """
         self._check()
         shadow = self._shadow
         now = time.monotonic()
         if mode == "due" and within is not None and max(shadow.age, shadow.unpublished) >= within:
             mode = "whole"  # what lands next is as old as what is published
-        if (mode == "due" and not self._is_worth_it(now)) or (
-            mode == "publish" and not shadow.unpublished
-        ):
+        chunks = self._worth_it(now) if mode == "due" else None
+        if mode == "publish":
+            chunks = shadow.stale(self._rota.next(peer, share) if peer is not None else None)
+        if chunks == []:
             return Fold(skipped=True)
         used = time.thread_time()
         if mode == "lift":
             fold = shadow.lift(tensors, step=shadow.steps if step is None else step)
         elif mode == "whole" or shadow.relay is None:
-            fold = shadow.settle(tensors)
+            fold = shadow.settle(tensors, chunks)
         else:
             fold = shadow.boundary(tensors)
         if not fold.skipped:
             # CPU time, since on a busy machine the clock also counts the work of others.
-            self._count(
-                fold, now, time.thread_time() - used if shadow.relay is None else fold.seconds
-            )
+            cost = time.thread_time() - used if shadow.relay is None else fold.seconds
+            self._count(fold, now, cost, whole=chunks is None or shadow.relay is not None)
         return fold
 
-    def _is_worth_it(self, now: float) -> bool:
-        share = self._fold_share if self._shadow.waiting else IDLE * self._fold_share
-        return not self._shadow.busy and now - self._folded_at >= self._fold_cost / share
+    def _worth_it(self, now: float) -> list[int] | None:
+        """The chunks that should cross now, None for all."""
+        if self._shadow.busy or now - self._folded_at < self._fold_spent / self._fold_share:
+            return []
+        if now - self._whole_at >= self._fold_cost / (IDLE * self._fold_share):
+            return None
+        return self._shadow.waiting
 
-    def _count(self, fold: Fold, now: float, cost: float) -> None:
+    def _count(self, fold: Fold, now: float, cost: float, *, whole: bool) -> None:
         self._folded_at = now
-        self._fold_cost = cost if not self._folds else 0.8 * self._fold_cost + 0.2 * cost
+        self._fold_spent = cost
+        if whole:
+            self._whole_at = now
+            self._fold_cost = cost if not self._folds else 0.8 * self._fold_cost + 0.2 * cost
         self._folds += 1
         self._fold_seconds += fold.seconds
         self._fold_cpu += cost
@@ -365,15 +382,13 @@ class Mailbox:
 
     @property
     def counters(self) -> dict[str, Any]:
-        """bytes_sent, exchanges (begun here, completed), chunks (landed in the shadow), folds,
-        fold_seconds (on the clock), fold_cpu_seconds, cpu_seconds of the communication thread,
+        """bytes_sent, exchanges (begun here, completed; in whole models), chunks (landed in
+        the shadow), folds, fold_seconds (on the clock), fold_cpu_seconds, cpu_seconds of the communication thread,
         requests repeated, frames that found the queue full and waited, ...
         """
-        counted: dict[str, Any] = dict.fromkeys(
-            ("bytes_sent", "bytes_received", "exchanges", "chunks"), 0
-        )
+        counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "bytes_received", "chunks"), 0)
         counted.update(dict.fromkeys(("repeated", "queue_full"), 0))
-        counted.update(self._courier.counters)
+        counted.update(self._courier.counters, exchanges=round(self._courier.exchanges, 6))
         counted.update(
             folds=self._folds,
             fold_seconds=self._fold_seconds,

@@ -44,13 +44,38 @@ class Timing:
     deadline: float = 60.0
 
 
+class Rota:
+    """Which chunks an exchange carries: on every edge a cursor of its own goes round, so that all
+    have their turn. A choice by the round would resonate with the hops of a graph.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self._chunks = chunks
+        self._cursors: dict[int, int] = {}
+
+    def next(self, peer: int, share: float) -> list[int]:
+        """The chunks of the next exchange with a peer of so large a share of the model."""
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        first = self._cursors.get(peer, 0)
+        count = max(1, round(share * self._chunks))
+        return [(first + k) % self._chunks for k in range(count)]
+
+    def take(self, peer: int, share: float) -> list[int]:
+        """The same, and it is their turn now."""
+        chunks = self.next(peer, share)
+        self._cursors[peer] = (chunks[-1] + 1) % self._chunks
+        return chunks
+
+
 @dataclass(slots=True)
 class Transfer:
-    """One exchange of the whole vector with one peer: chunks not begun yet, and those under way."""
+    """One exchange of some chunks with one peer: those not begun yet, and those under way."""
 
     pending: Pending
     weight: float
     waiting: list[int]
+    share: float = 1.0  # of the whole vector
     flying: set[int] = field(default_factory=set)
     outcome: str = "exchanged"  # when nothing waits and nothing flies
 

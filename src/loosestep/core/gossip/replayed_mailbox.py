@@ -51,7 +51,7 @@ class ReplayedMailbox:
 
     # ---- training
 
-    def exchange(self, peer: int, weight: float = 0.5) -> Pending:
+    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> Pending:
         """The recording knows when and with whom."""
         pending = Pending()
         pending.finish("exchanged")
@@ -69,19 +69,20 @@ class ReplayedMailbox:
         *,
         within: int | None = None,
         step: int | None = None,
+        peer: int | None = None,
+        share: float = 1.0,
     ) -> Fold:
         """y += u; x <- y, each chunk between the same events; skipped where it was."""
-        if mode != "whole" and self._player.peek() is not Kind.BOUNDARY:
+        ahead = self._player.ahead()
+        crossing = ahead is not None and ahead.kind is Kind.BOUNDARY
+        if mode != "whole" and not crossing:
             return Fold(skipped=True)
-        self._player.mark(Kind.BOUNDARY, do=lambda: self._shadow.open_boundary(tensors))
+        chunks = ahead.rest if ahead is not None and crossing else None
+        self._player.mark(Kind.BOUNDARY, do=lambda: self._shadow.open_boundary(tensors, chunks))
         folds: list[Fold] = []
-
-        def close() -> None:
-            for chunk in range(self._shadow.chunks):
-                self._shadow.cross(chunk)
-            folds.append(self._shadow.close_boundary(tensors))
-
-        self._player.mark(Kind.LANDED, do=close)
+        self._player.mark(
+            Kind.LANDED, do=lambda: folds.append(self._shadow.close_boundary(tensors))
+        )
         self._folds += 1
         return folds[0]
 
@@ -144,7 +145,7 @@ class ReplayedMailbox:
 
     def _take(self, peer: int, chunk: int, q: int) -> None:
         value = self._shadow.read(chunk).value.copy()
-        self._mine[peer, chunk, q] = value, self._shadow.published
+        self._mine[peer, chunk, q] = value, self._shadow.published_at(chunk)
         self._values.put(f"pair/{self.rank}/{peer}/{chunk}/{q}", value)
 
     def _fold(self, peer: int, chunk: int, q: int, weight: float) -> None:

@@ -2,7 +2,7 @@
 
     base   the parameters x at the last step boundary
     delta  what exchanges have added since                     y = base + delta
-    exchange (communication thread):   delta += w (v - a)      a = y when the pair was formed, v = the peer's y
+    exchange (communication thread):   delta += w (v - a)      a, v: y and the peer's y of the pair
     boundary (compute thread):         x += delta;  base = x;  delta = 0
 
 With u the local update since the last boundary, x = base + u, so a boundary is y <- y + u; x <- y.
@@ -32,7 +32,7 @@ from loosestep.core.gossip.exchange import Moved, NotFiniteError
 from loosestep.core.gossip.gpu_relay import Relay
 from loosestep.core.messages.frames import HEADER_BYTES
 from loosestep.core.messages.sockets import Letter
-from loosestep.record.format import Kind, pack
+from loosestep.record.format import Kind, pack, pack_boundary
 
 Array = NDArray[Any]
 Span = slice
@@ -98,7 +98,8 @@ class _Chunk:
     segments: list[tuple[int, int, int, int]]
     dirty: bool = False  # delta holds something
     frozen: bool = False  # so does what a relay has taken
-    crossed: int = 0  # the last boundary that has passed this chunk
+    ahead: bool = False  # a boundary under way has not passed this chunk yet
+    published: int = 0  # the step after which it was last crossed in a boundary of some chunks
     landed: Landings = field(default_factory=Landings)
 
     def take(self) -> Landings:
@@ -135,9 +136,8 @@ class Shadow:
         self.lock = threading.Lock()
         # that the learner has made, folded or not; whoever calls `boundary` counts them
         self.steps = 0
-        self.published = 0  # the step whose parameters the base holds
+        self.published = 0  # the step whose parameters the base holds, or newer ones in some chunks
         self.tape: Writer | None = None
-        self._opened = 0
         self._boundary: _Boundary | None = None
         if relayed is None:
             relayed = len({p.device for p in params}) == 1 and params[0].device.type != "cpu"
@@ -170,6 +170,10 @@ class Shadow:
     def largest_chunk_bytes(self) -> int:
         return self._whole
 
+    def published_at(self, chunk: int) -> int:
+        """The step whose parameters the base holds in a chunk."""
+        return max(self.published, self._chunks[chunk].published)
+
     def length(self, chunk: int) -> int:
         return self._chunks[chunk].stop - self._chunks[chunk].start
 
@@ -179,7 +183,7 @@ class Shadow:
         buffer = self._take(part.stop - part.start)
         with self.lock:
             self._into(part, buffer.value)
-            self._write(note, part.crossed < self._opened)
+            self._write(note, part.ahead)
         return buffer
 
     def note(self, note: bytes) -> None:
@@ -245,7 +249,7 @@ class Shadow:
         with self.lock:
             self._add(part, difference, weight)
             part.landed.add(Landings(1, snapshot, snapshot))
-            self._write(note, part.crossed < self._opened)
+            self._write(note, part.ahead)
         return Moved(weight * total, square)
 
     def _add(self, part: _Chunk, difference: Array, weight: float) -> None:
@@ -267,15 +271,25 @@ class Shadow:
             (part.landed.oldest for part in self._chunks if part.landed.chunks), default=self.steps
         )
 
+    def stale(self, chunks: Sequence[int] | None = None) -> list[int] | None:
+        """Which of these chunks do not hold the parameters of this step; where they cannot cross
+        alone, or of all: None for all, or none of them.
+        """
+        if self.busy or not self.unpublished:
+            return []
+        if chunks is None or len(chunks) == self.chunks or self.relay is not None:
+            return None
+        return sorted(chunk for chunk in chunks if self.published_at(chunk) < self.steps)
+
     @property
     def unpublished(self) -> int:
         """Steps since the one whose parameters the base holds."""
         return self.steps - self.published
 
     @property
-    def waiting(self) -> bool:
-        """Whether something has landed that is not in the parameters yet."""
-        return any(part.landed.chunks for part in self._chunks)
+    def waiting(self) -> list[int]:
+        """The chunks in which something has landed that is not in the parameters yet."""
+        return [chunk for chunk, part in enumerate(self._chunks) if part.landed.chunks]
 
     @property
     def busy(self) -> bool:
@@ -301,13 +315,14 @@ class Shadow:
             return Fold(skipped=True)
         return self.relay.boundary(params)
 
-    def settle(self, params: Sequence[torch.Tensor]) -> Fold:
-        """y += u;  x <- y, complete when it returns: chunk by chunk, each under the lock."""
+    def settle(self, params: Sequence[torch.Tensor], chunks: Sequence[int] | None = None) -> Fold:
+        """y += u;  x <- y, complete when it returns: chunk by chunk, each under the lock. With
+        `chunks` in these only: what the others hold is a little older, and the mean untouched all
+        the same.
+        """
         if self.relay is not None:
             return self.relay.settle(params)
-        self.open_boundary(params)
-        for chunk in range(self.chunks):
-            self.cross(chunk)
+        self.open_boundary(params, chunks)
         return self.close_boundary(params)
 
     def lift(self, copy: Sequence[torch.Tensor], *, step: int) -> Fold:
@@ -362,34 +377,46 @@ class Shadow:
             self._base = self._frozen
             self.published = step
 
-    def open_boundary(self, params: Sequence[torch.Tensor]) -> None:
-        """The first part of a boundary: from here on every chunk is crossed, in any order."""
-        self._boundary = _Boundary(self._views.of(params), time.perf_counter())
+    def open_boundary(
+        self, params: Sequence[torch.Tensor], chunks: Sequence[int] | None = None
+    ) -> None:
+        """The first part of a boundary: from here on its chunks are crossed, in any order."""
+        whole = chunks is None
+        crossing = list(range(self.chunks) if chunks is None else chunks)
+        self._boundary = _Boundary(self._views.of(params), time.perf_counter(), crossing, whole)
         with self.lock:
-            self._opened += 1
-            self._write(pack(Kind.BOUNDARY))
+            for chunk in crossing:
+                self._chunks[chunk].ahead = True
+            self._write(pack_boundary([] if whole else crossing))
 
     def cross(self, chunk: int) -> None:
-        """y += u;  x <- y for one chunk, unless this boundary has passed it already."""
+        """y += u;  x <- y for one chunk, unless the boundary under way has passed it already or
+        leaves it out.
+        """
         part = self._chunks[chunk]
         boundary = self._boundary
-        if boundary is None or part.crossed == self._opened:
+        if boundary is None or not part.ahead:
             return
         with self.lock:
             if part.dirty:
                 part.dirty = boundary.views.fold(chunk)
             else:
                 boundary.views.adopt(chunk)
-            part.crossed = self._opened
+            part.ahead, part.published = False, self.steps
             boundary.landed.add(part.take())
 
     def close_boundary(self, params: Sequence[torch.Tensor]) -> Fold:
-        """The last part of a boundary: all chunks are crossed."""
+        """The last part of a boundary: what is not crossed yet is, and the parameters are written
+        back.
+        """
         assert self._boundary is not None
+        for chunk in self._boundary.chunks:
+            self.cross(chunk)
         boundary = self._boundary
         self._boundary = None
         boundary.views.write_back(params)
-        self.published = self.steps
+        if boundary.whole:
+            self.published = self.steps
         self.note(pack(Kind.LANDED))
         return boundary.landed.fold(self.steps, seconds=time.perf_counter() - boundary.begun)
 
@@ -435,6 +462,8 @@ class _Boundary:
 
     views: _Views
     begun: float
+    chunks: list[int]
+    whole: bool
     landed: Landings = field(default_factory=Landings)
 
 
