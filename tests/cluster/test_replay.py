@@ -72,7 +72,7 @@ def test_a_run_with_a_straggler_and_a_kill_is_replayed_bit_for_bit_at_every_step
 @pytest.mark.timeout(240)
 def test_boundaries_of_some_chunks_of_a_larger_model_are_replayed_bit_for_bit(tmp_path):
     options = {
-        "strategy": "adpsgd:topology=random-ring",
+        "strategy": "adpsgd:graph=random-ring",
         "nodes": 3,
         "steps": 30,
         "width": 80_000,
