@@ -295,11 +295,17 @@ class Channel:
     def _open_slots(self, store: SealedStore) -> Slots | None:
         """Shared memory, if every rank of the group can have it."""
         slots = open_slots(store, index=self.index, size=self.size)
-        agreed = bool(self.gather(torch.tensor([int(slots is not None)])).all())
+        agreed = self._agreed(slots is not None)
+        if slots is not None and agreed:
+            agreed = self._agreed(slots.meeting.reach())
         forget(store, self.index)
         if slots is not None and not agreed:
             slots.meeting.close()
         return slots if agreed else None
+
+    def _agreed(self, mine: bool) -> bool:
+        """Whether all ranks say so."""
+        return bool(self.gather(torch.tensor([int(mine)])).all())
 
     def _take(
         self, use: str, like: torch.Tensor, *, rows: int = 0, dtype: torch.dtype | None = None

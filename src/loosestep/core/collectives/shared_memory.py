@@ -2,17 +2,19 @@
 
 Every rank has two slots and writes them in turn. An operation is: write your slot, meet (a datagram
 to every other rank), read everybody's. Whoever meets for the next operation has finished reading
-this one, so a slot is written again only when nobody reads it any more. The file is unlinked as
-soon as everybody has it open: nothing is left by a crash.
+this one, so a slot is written again only when nobody reads it any more.
+
+Memory and sockets lie in a folder that only this user may enter, under a name that follows from the
+run's secret. It is removed as soon as everybody has everything open: nothing is left by a crash.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import secrets
+import shutil
 import socket
+import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -20,9 +22,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
+
+from loosestep.core.messages.sealed_store import SealedStore
 
 FOLDER = Path("/dev/shm")
+MEMORY = "memory"
 LIMIT = 32 << 20  # bytes in all: containers often have 64 MB
 LARGEST = 4 << 20
 SLICE = 0.25  # seconds between two looks at the heartbeats
@@ -48,17 +52,30 @@ class Meeting:
     gradients.
     """
 
-    def __init__(self, name: str, *, index: int, size: int) -> None:
+    def __init__(self, folder: Path, *, index: int, size: int) -> None:
+        """Listen in `folder`, which nobody else's processes can enter."""
         self._index = index
         self._size = size
+        self._folder = folder
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # abstract: no file, known only to who reads the store
-        self._addresses = [f"\0{name}-{rank}" for rank in range(size)]
-        self._socket.bind(self._addresses[index])
+        self._socket.bind(str(folder / str(index)))
         self._socket.settimeout(SLICE)
+        self._lines: dict[int, socket.socket] = {}  # to the others
         self._number = 0
         # what each rank said, by meeting
         self._notes: list[dict[int, bytes]] = [{} for _ in range(size)]
+
+    def reach(self) -> bool:
+        """Connect to the others, who listen; whether all could be reached. The folder may go."""
+        for rank in range(self._size):
+            if rank != self._index:
+                line = self._lines[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                line.settimeout(SLICE)
+                try:
+                    line.connect(str(self._folder / str(rank)))
+                except OSError:
+                    return False
+        return True
 
     def meet(self, watch: Watch, note: bytes = b"") -> list[bytes]:
         """Wait for everybody; everybody's note, in rank order. `watch` is asked now and then,
@@ -80,23 +97,25 @@ class Meeting:
                     watch.suspect()
                 watch.check()
             else:
-                rank, number = HERE.unpack_from(heard)
-                self._notes[rank][number] = heard[HERE.size :]
+                if heard:  # not just somebody who looks whether this rank is there
+                    rank, number = HERE.unpack_from(heard)
+                    self._notes[rank][number] = heard[HERE.size :]
         return [notes.pop(self._number) for notes in self._notes]
 
     def _is_there(self, rank: int) -> bool:
-        """Whether a rank's socket is open; nothing is sent."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as visitor:
-            try:
-                visitor.connect(self._addresses[rank])
-            except ConnectionRefusedError:
-                return False
+        """Whether a rank's socket is open."""
+        try:
+            self._lines[rank].send(b"", socket.MSG_DONTWAIT)
+        except BlockingIOError:  # its queue is full
             return True
+        except ConnectionRefusedError:
+            return False
+        return True
 
     def _tell(self, rank: int, message: bytes, watch: Watch) -> None:
         while True:
             try:
-                self._socket.sendto(message, self._addresses[rank])
+                self._lines[rank].send(message)
                 return
             except TimeoutError:  # its queue is full
                 watch.check()
@@ -106,7 +125,8 @@ class Meeting:
                 time.sleep(SLICE)
 
     def close(self) -> None:
-        self._socket.close()
+        for each in (self._socket, *self._lines.values()):
+            each.close()
 
 
 class Slots:
@@ -146,39 +166,49 @@ def slot_bytes(size: int) -> int:
     return min(LARGEST, LIMIT // (2 * size)) // 4096 * 4096
 
 
-def open_slots(store: dist.Store, *, index: int, size: int) -> Slots | None:
+def open_slots(store: SealedStore, *, index: int, size: int) -> Slots | None:
     """Make the memory (index 0) or open it (the others); None where this rank cannot."""
     if not FOLDER.is_dir():
         return None
     capacity = slot_bytes(size)
     length = 2 * size * capacity
-    if index == 0:
-        path = FOLDER / f"loosestep-{secrets.token_hex(8)}"
-        try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    folder = _folder_of(store)
+    try:
+        if index == 0:
+            folder.mkdir(mode=0o700)
+            handle = os.open(folder / MEMORY, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             # a full folder is an error here, not a crash at the first write
             os.posix_fallocate(handle, 0, length)
-        except OSError:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            store.set("memory", "none")
+            store.set(MEMORY, "there")
+        elif store.get(MEMORY) == b"there" and _is_ours(folder):
+            handle = os.open(folder / MEMORY, os.O_RDWR | os.O_NOFOLLOW)
+        else:
             return None
-        store.set("memory", str(path))
-    else:
-        path = Path(store.get("memory").decode())
-        try:
-            handle = os.open(path, os.O_RDWR)
-        except OSError:
-            return None
+    except OSError:
+        if index == 0:
+            store.set(MEMORY, "none")
+        return None
     try:
-        meeting = Meeting(path.name, index=index, size=size)
-        return Slots(mmap.mmap(handle, length), meeting, index=index, size=size, capacity=capacity)
+        meeting = Meeting(folder, index=index, size=size)
+        memory = mmap.mmap(handle, length)
+        return Slots(memory, meeting, index=index, size=size, capacity=capacity)
     finally:
         os.close(handle)
 
 
-def forget(store: dist.Store, index: int) -> None:
-    """Everybody has opened it: take the name away."""
+def forget(store: SealedStore, index: int) -> None:
+    """Everybody has opened everything: take the names away."""
     if index == 0:
-        with contextlib.suppress(OSError):
-            Path(store.get("memory").decode()).unlink()
+        shutil.rmtree(_folder_of(store), ignore_errors=True)
+
+
+def _folder_of(store: SealedStore) -> Path:
+    """Every rank of the run comes to the same name by itself, and nobody else does."""
+    return FOLDER / f"loosestep-{store.secret_name('node')}"
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder, not a link to one, is this user's and nobody else's."""
+    there = folder.lstat()
+    private = stat.S_ISDIR(there.st_mode) and not there.st_mode & 0o077
+    return private and there.st_uid == os.geteuid()

@@ -150,8 +150,7 @@ def _open_group(key: bytes | None, deadline: float) -> Gathering:
             f"({error}). Where the host's name leads to another interface, set GLOO_SOCKET_IFNAME"
         ) from error
     secret = contact.secret or _hand_out_secret(rank, deadline)
-    shared = _sealed(raw.clone(), contact, secret, rank, deadline)
-    shared.set_timeout(timedelta(seconds=deadline))
+    shared = _sealed(raw, contact, secret, rank, deadline)
     return Gathering(launch, shared, contact.token, dist.group.WORLD, owned=True)
 
 

@@ -82,6 +82,10 @@ class SealedStore(dist.Store):
         """
         return dist.PrefixStore(f"{self.prefix}/{name}", self.raw)
 
+    def secret_name(self, purpose: str) -> str:
+        """A name that every rank of the run comes to by itself, and nobody else."""
+        return derive(self._secret, "name", self.prefix, purpose)[:8].hex()
+
     def _view(self, raw: Any, prefix: str) -> SealedStore:
         return SealedStore(
             raw,
