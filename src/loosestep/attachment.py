@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from weakref import WeakSet
 
@@ -22,7 +23,8 @@ from loosestep.core.engines.base import Engine
 from loosestep.core.engines.collective import CollectiveEngine
 from loosestep.core.engines.gossip import GossipEngine
 from loosestep.core.engines.learner import Learner
-from loosestep.core.engines.node_gossip import NodeGossipEngine
+from loosestep.core.engines.node_gossip import NodeGroup
+from loosestep.core.engines.rank_gossip import RankGroup
 from loosestep.core.engines.wrapped import (
     Inside,
     averages_gradients,
@@ -31,10 +33,12 @@ from loosestep.core.engines.wrapped import (
     check_spread,
     look_inside,
 )
+from loosestep.core.gossip.contract import GossipMailbox
+from loosestep.core.gossip.replayed_mailbox import ReplayedMailbox
 from loosestep.core.plain_state import flatten
 from loosestep.core.plain_torch import in_plain_torch
 from loosestep.core.replica.replica import Replica, check_memory
-from loosestep.core.world import World, open_world, simulated
+from loosestep.core.world import World, open_world
 from loosestep.record.format import Recording, RecordingError, rank_file
 from loosestep.record.player import Player, require_same
 from loosestep.record.recorder import NoTape, Recorder, Tape, make_header
@@ -103,11 +107,12 @@ def attach(
         undo.pop_all()
     world.start_pulse()
     try:
-        tape = _tape(world, chosen, replica, record=folder, replay=replay)
+        tape, open_mailbox = _tape(world, chosen, replica, record=folder, replay=replay)
         learner = Learner(
             model, optimizers, chosen, replica, world.trace(), inside=inside, tape=tape
         )
-        engine = _engine(world, learner, hosts, key=key, encrypt=encrypt)
+        opens = partial(open_mailbox, key=key, encrypt=encrypt)
+        engine = _engine(world, learner, hosts, open_mailbox=opens)
     except BaseException as error:
         if world.pulse is not None:
             world.pulse.fail(f"rank {world.rank} could not attach: {error}")
@@ -117,19 +122,19 @@ def attach(
 
 
 def _engine(
-    world: World, learner: Learner, hosts: list[str], *, key: str | None, encrypt: bool
+    world: World, learner: Learner, hosts: list[str], *, open_mailbox: Callable[..., GossipMailbox]
 ) -> Engine:
     strategy = learner.strategy
     plan = strategy.gossip
     if plan is not None:
-        kind = NodeGossipEngine if strategy.learner == "node" else GossipEngine
-        return kind(
+        group = NodeGroup if plan.replica == "node" else RankGroup
+        return GossipEngine(
             learner,
-            plan,
+            group(learner, world, plan),
+            strategy=plan,
             world=world,
             neighbours=hosts.count(hosts[world.rank]),
-            key=key,
-            encrypt=encrypt,
+            open_mailbox=open_mailbox,
         )
     comm = Collective(
         world,
@@ -284,7 +289,7 @@ def _check_recording(
         require_same(
             recording, nodes=_nodes(world), strategy=str(strategy), layout=replica.layout()
         )
-    elif record is not None and simulated.get() is not None:
+    elif record is not None and not world.timed:
         raise RecordingError(
             "a simulation is a function of its seed, so there is nothing to record: leave record= "
             "out and simulate again"
@@ -303,8 +308,8 @@ def _tape(
     *,
     record: Path | None,
     replay: Replay | None,
-) -> Tape:
-    """What the run tells its story to."""
+) -> tuple[Tape, Callable[..., GossipMailbox]]:
+    """What the run tells its story to, and what opens its mailboxes."""
     if replay is not None:
         free = strategy.gossip is not None and strategy.learner == "rank"
         everybody = (
@@ -316,16 +321,17 @@ def _tape(
             else None
         )
         recording = Recording.read(replay.folder, world.rank)
-        return Player(recording, world, together=() if free else everybody, until=until)
+        player = Player(recording, world, together=() if free else everybody, until=until)
+        return player, partial(ReplayedMailbox, player)
     if record is None:
-        return NoTape()
+        return NoTape(), world.mailbox
     header = make_header(
         rank=world.rank,
         nodes=_nodes(world),
         strategy=str(strategy),
         layout=replica.layout(),
     )
-    return Recorder(record, world.rank, header)
+    return Recorder(record, world.rank, header), world.mailbox
 
 
 def _nodes(world: World) -> list[list[int]]:

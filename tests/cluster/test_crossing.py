@@ -18,7 +18,7 @@ from torch import nn
 
 import loosestep
 from loosestep import Topology
-from loosestep.core.engines.node_gossip import NodeGossipEngine
+from loosestep.core.engines.node_gossip import NodeGroup
 from loosestep.core.replica.replica import Replica
 
 SPEC = "adpsgd:replica=node,cpu_share=1.0"
@@ -30,8 +30,8 @@ def passing():
     accelerator.
     """
     with (
-        patch.object(NodeGossipEngine, "_defers", True),
-        patch("loosestep.core.engines.gossip.FOLDING", 2.0),
+        patch.object(NodeGroup, "_in_passing", True),
+        patch("loosestep.core.engines.node_gossip.RELAYING", 2.0),
     ):
         yield
 
@@ -98,9 +98,9 @@ def held_up(gate: Event):
 def seldom_back(rank: int):
     """Inside, rank 1 is back from a crossing later than its mates."""
     calls = itertools.count()
-    is_back = NodeGossipEngine._is_back
+    is_back = NodeGroup._is_back
     with patch.object(
-        NodeGossipEngine,
+        NodeGroup,
         "_is_back",
         lambda self: is_back(self) and (rank != 1 or next(calls) % 3 == 0),
     ):

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
@@ -45,6 +45,8 @@ class World:
     ranks, `pulse` is None in a world of one. `names`: what messages call the ranks, where this is a
     part of a larger world.
     """
+
+    timed: ClassVar[bool] = True  # time decides what happens first, so that it may be recorded
 
     rank: int
     topology: Topology

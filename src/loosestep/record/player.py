@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from loosestep.record.format import Kind, Record, Recording, RecordingError
-from loosestep.record.recorder import circumstances
+from loosestep.record.recorder import Recorder, circumstances
 from loosestep.record.values import Condition, ReplayError, Values
 
 log = logging.getLogger("loosestep")
@@ -47,6 +47,9 @@ class ReplayDiffers(ReplayError):
 
 class Player:
     """One rank's recording in a replay; the tape of its run."""
+
+    binds = True
+    writer: Recorder | None = None
 
     def __init__(
         self,

@@ -35,7 +35,12 @@ DIGEST_SHARE = 0.002  # of the CPU time may be spent on digests of the parameter
 
 
 class Tape(Protocol):
-    """What a run and its engine tell the recording."""
+    """What a run and its engine tell the recording. `binds`: whether the order of events is
+    written down, or was. `writer`: where to write it.
+    """
+
+    binds: bool
+    writer: Recorder | None
 
     def step(self) -> None:
         """The boundary of an optimizer step begins."""
@@ -62,6 +67,9 @@ class Tape(Protocol):
 class NoTape:
     """Nothing is recorded."""
 
+    binds = False
+    writer: Recorder | None = None
+
     def step(self) -> None:
         pass
 
@@ -87,8 +95,11 @@ class NoTape:
 class Recorder:
     """Appends to the recording of one rank, unbuffered, from whichever thread."""
 
+    binds = True
+
     def __init__(self, folder: Path, rank: int, header: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.writer: Recorder | None = self
         self._path = rank_file(folder, rank)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._lock = threading.Lock()

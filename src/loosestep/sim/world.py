@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -205,6 +205,8 @@ class VirtualWorld(World):
     """The ranks of a simulation as a world to attach to. `home`: this world's ranks as ranks of
     the simulation.
     """
+
+    timed: ClassVar[bool] = False  # a seed decides
 
     stage: Stage = field(kw_only=True)
     actor: Actor = field(kw_only=True)

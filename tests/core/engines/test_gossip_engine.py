@@ -101,7 +101,7 @@ def test_a_peer_that_makes_long_steps_is_warned_of_once_and_recorded_every_time(
             model, torch.optim.SGD(model.parameters(), lr=0.1), "adpsgd", deadline=20
         ) as run:
             for peer in (1, 2, 1, 2) if rank == 0 else ():
-                run._engine._event("peer_no_progress", peer=peer, progress=0)
+                run._engine._news.hear("peer_no_progress", peer=peer, progress=0)
 
     done = simulate(stall, ranks=3)
     assert [

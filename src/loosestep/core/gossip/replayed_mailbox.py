@@ -30,10 +30,10 @@ class ReplayedMailbox:
     """What `Mailbox` is in the original: the same methods, no sockets."""
 
     def __init__(
-        self, player: Player, *, world: Sequence[int], params: Sequence[torch.Tensor]
+        self, player: Player, members: Sequence[int], *, params: Sequence[torch.Tensor], **_: Any
     ) -> None:
         self.rank = player.rank
-        self.world = tuple(world)
+        self.world = tuple(members)
         self.steps = 0
         self.global_steps = 0
         self._player = player
