@@ -32,7 +32,7 @@ LEVELS = {
     9: ["cli"],
 }
 # what the user touches, side by side in the root
-SAME_ROOM = {"run": "attachment", "mesh": "attachment"}
+SAME_ROOM = {"run": "attachment", "mesh": "attachment", "__main__": "cli"}
 ROOMS = {room: level for level, rooms in LEVELS.items() for room in rooms}
 TO_BE_CUT = {
     ("core.collectives.collective", "core.world"),

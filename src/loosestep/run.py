@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import signal
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -58,6 +59,7 @@ class Run:
         self._groups = self._count_groups()
         self._active = True
         self._warned = False
+        self._handlers: dict[int, Any] = {}  # that the user's signals had before
         # a compiled step ends its graph here instead of tracing us
         after_step = torch.compiler.disable(self._after_step)
         self._handles = (
@@ -112,6 +114,26 @@ class Run:
         self._let_go()
         self._learner.to_host()  # not after a failure, when a device may never answer
         self._world.close()
+
+    def stop(self) -> None:
+        """Ask all ranks to end: `should_stop` turns true here at once and on the others within a
+        heartbeat. Nothing else happens: the loop looks, breaks, and `finish` leaves all equal.
+        """
+        self._world.ask_to_stop()
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether somebody has asked the ranks to end; never true unless `stop` was called, or a
+        signal came after `stop_on`.
+        """
+        return self._world.asked_to_stop
+
+    def stop_on(self, *signals: int) -> None:
+        """Call `stop` when one of these signals comes (SIGTERM if none is named), until the run
+        ends: for time limits (`#SBATCH --signal=TERM@120`), `scancel`, a preempted pod.
+        """
+        for number in signals or (signal.SIGTERM,):
+            self._handlers[number] = signal.signal(number, lambda *_: self.stop())
 
     def recorded(self, compute: Callable[[], Any]) -> Any:
         """What `compute()` gives, as JSON holds it; in a replay what it gave then. For whatever
@@ -297,6 +319,9 @@ class Run:
             self._engine.averager.remove()
         for handle in self._handles:
             handle.remove()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
         atexit.unregister(self._exit)
         self._closed()
 

@@ -62,7 +62,7 @@ def test_a_rank_that_stands_still_is_ended_as_any_other() -> None:
             rank.hold(holder)
         wait_for(rank.pid, "T")
         job.stop()
-        assert job.wait(10).returncodes == (-signal.SIGINT,)  # it was asked, not killed
+        assert job.wait(10).returncodes == (-signal.SIGTERM,)  # it was asked, not killed
 
 
 def test_what_a_rank_started_stands_still_with_it() -> None:

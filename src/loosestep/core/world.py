@@ -55,6 +55,7 @@ class World:
     store: SealedStore
     gathering: Gathering | None = None  # what this run gives back at its end
     pulse: Pulse | None = None
+    _stopping: bool = False
     reach: Reach | None = None  # what the ranks know about their devices
     names: Sequence[int] | None = None
 
@@ -187,12 +188,23 @@ class World:
         else:
             port = int(wait_for(self.connect(), name, deadline=self.deadline, check=self.check))
             hosted = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        store = self.store.on(hosted, rank=local)
+        store = self.store.on(hosted, name=f"node/{mates[0]}", rank=local)
         world = World(local, Topology([range(len(mates))]), self.deadline, self.prefix, store)
         world.reach = self.reach and self.reach.within(mates)
         world.names = mates
         world.start_pulse()
         return world
+
+    def ask_to_stop(self) -> None:
+        """Ask all ranks to end; from a signal's handler too."""
+        self._stopping = True
+        if self.pulse is not None:
+            self.pulse.stopping = True
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether a rank has asked all of them to end: it takes a heartbeat to get around."""
+        return self._stopping or (self.pulse is not None and self.pulse.stopping)
 
     def start_pulse(self) -> None:
         """Begin to beat; the others are known to be here."""

@@ -228,12 +228,12 @@ class Job:
         return not self._thread.is_alive()
 
     def stop(self, grace: float = 3.0) -> None:
-        """Ask (SIGINT), insist (SIGTERM), kill (SIGKILL), `grace` seconds between; 0 kills at
+        """Ask (SIGTERM), insist (SIGINT), kill (SIGKILL), `grace` seconds between; 0 kills at
         once. Leaves nothing.
         """
         try:
             if grace > 0:
-                for number in (signal.SIGINT, signal.SIGTERM):
+                for number in (signal.SIGTERM, signal.SIGINT):
                     self._signal_all(number)
                     self._thread.join(grace)
         finally:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def main() -> None:
         sys.stdout.write(f"{MARK}{json.dumps(message)}\n")
         sys.stdout.flush()
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     folder = RunFolder(Path(sys.argv[1]))
     sys.exit(guarded(folder, folder.config(), tell))
 

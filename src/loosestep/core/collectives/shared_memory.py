@@ -108,7 +108,7 @@ class Meeting:
             self._lines[rank].send(b"", socket.MSG_DONTWAIT)
         except BlockingIOError:  # its queue is full
             return True
-        except ConnectionRefusedError:
+        except OSError:  # refused; after that the line is not connected any more
             return False
         return True
 
@@ -119,7 +119,7 @@ class Meeting:
                 return
             except TimeoutError:  # its queue is full
                 watch.check()
-            except ConnectionRefusedError:  # it is gone: the heartbeats will say so
+            except OSError:  # it is gone: the heartbeats will say so
                 watch.suspect()
                 watch.check()
                 time.sleep(SLICE)

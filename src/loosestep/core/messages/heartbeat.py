@@ -8,6 +8,7 @@ ranks report the same one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from loosestep.core.errors import CommError, LostPeer
+from loosestep.core.messages.mates import Mates, own_place
 from loosestep.core.messages.sealed_store import SealedStore
 
 FORGIVEN = 2.0  # a check this late means that this process itself was stopped
@@ -52,7 +54,11 @@ class Pulse:
         self._stop = threading.Event()
         self._silence = deadline
         self._called: list[Callable[[], None]] = []
-        self._write({"beat": 0, "step": 0})
+        self.stopping = False  # somebody has asked all ranks to end
+        self._place = own_place()
+        self._mates = Mates()
+        self._saw: dict[str, object] = {}
+        self._write(self._sign_of_life())
         self._thread = threading.Thread(target=self._live, name="loosestep-pulse", daemon=True)
         self._thread.start()
 
@@ -125,37 +131,62 @@ class Pulse:
             return
         self._stop.set()
         self._hurry.set()
+        self._mates.wake()
         self._thread.join(timeout=self.deadline)
-        if not isinstance(self.fault, LostPeer) or self.fault.rank != self.names[0]:
-            try:
-                self._write(beat)
-            except RuntimeError:  # the store went first: there is nobody left to tell
-                return
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store went first: there is nobody left to tell
+            self._write(beat)
 
     def _live(self) -> None:
-        while not self._stop.wait(self.interval):
-            try:
+        try:
+            while not self._stop.is_set():
+                ended = self._mates.wait(self.interval)
+                if self._stop.is_set():
+                    return
                 self._beat += 1
-                self._write({"beat": self._beat, "step": self.step})
-                self._listen(self.store.peek([f"beat/{r}" for r in range(self.world)]))
-            except RuntimeError as error:
-                if not self._stop.is_set():
-                    self.hurt(
-                        self._lost(0, f"the run's store is gone ({str(error).splitlines()[0]})")
-                    )
-                return
-            if self.fault is not None:
-                return
+                self._write(self._sign_of_life())
+                self._listen()
+                self._miss(
+                    [rank for rank in ended if not self._read(rank).keys() & {"left", "failed"}]
+                )
+        except RuntimeError as error:
+            if not self._stop.is_set():
+                why = f"the run's store is gone ({str(error).splitlines()[0]})"
+                self.hurt(self._lost(0, why))
+        finally:
+            self._mates.close()
 
-    def _listen(self, values: list[bytes | None]) -> None:
+    def _sign_of_life(self) -> dict[str, object]:
+        stop = {"stop": True} if self.stopping else {}
+        return {"beat": self._beat, "step": self.step, "place": self._place, **stop, **self._saw}
+
+    def _miss(self, ended: list[int]) -> None:
+        """The system says that processes on this machine have ended, who have not said so: tell the
+        others at once, for a launcher may be about to end this process too.
+        """
+        if ended and not self._saw:
+            self._saw = {"saw": ended[0]}
+            self._write(self._sign_of_life())
+            self.hurt(self._lost(ended[0], "its process has ended"))
+
+    def _listen(self) -> None:
+        there = [rank for rank in range(self.world) if "left" not in self._read(rank)]
+        values = self.store.peek([f"beat/{rank}" for rank in there])
         now = self._listened = time.monotonic()
-        for rank, value in enumerate(values):
+        for rank, value in zip(there, values, strict=True):
             if value is not None and value != self._values[rank]:
                 self._values[rank] = value
                 self._seen[rank] = now
                 beat = self._read(rank)
+                self.stopping = self.stopping or "stop" in beat
                 if "failed" in beat and rank != self.rank:
                     self.hurt(LostPeer(int(beat["culprit"]), str(beat["failed"])))
+                if "saw" in beat and beat["saw"] != self.rank:
+                    who = f"rank {self.names[rank]} saw its process end"
+                    self.hurt(self._lost(int(beat["saw"]), who))
+                if "place" in beat and rank != self.rank:
+                    self._mates.watch(rank, beat["place"])
         for rank in range(self.world):
             silent = now - self._seen[rank]
             if rank != self.rank and silent > self._silence and "left" not in self._read(rank):

@@ -72,9 +72,10 @@ class SealedStore(dist.Store):
         raw.set_timeout(timedelta(seconds=self._patience))
         return self._view(raw, self.prefix)
 
-    def on(self, raw: Any, *, rank: int) -> SealedStore:
-        """The same names and secret in another store, where this process is `rank`."""
-        return SealedStore(raw, self._secret, rank=rank, prefix=self.prefix, timeout=self._patience)
+    def on(self, raw: Any, *, name: str, rank: int) -> SealedStore:
+        """The part under `name`, with the same secret, in another store where this is `rank`."""
+        prefix = f"{self.prefix}/{name}"
+        return SealedStore(raw, self._secret, rank=rank, prefix=prefix, timeout=self._patience)
 
     def open(self, name: str) -> dist.Store:
         """The part under `name` without seals, for a backend that calls its store from threads
