@@ -48,7 +48,7 @@ STRATEGIES = {
         RAMPED,
         "daso:period=4,delay=1",
         "daso:period=4,delay=3",
-        "localsgd:period=4",
+        "localsgd:period=4,replica=rank",
     ),
     "cifar10": (SYNCHRONOUS, RAMPED),
 }

@@ -59,7 +59,7 @@ VARIANTS = {
         DDP,
         TUNED_DDP,
         "allreduce",
-        "localsgd:period=4",
+        "localsgd:period=4,replica=rank",
         "daso-paper:period=4",
         "delay-by-one:replica=node",
     ],

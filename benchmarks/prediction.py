@@ -60,7 +60,7 @@ FREE = "no communication"
 VARIANTS = [
     FREE,
     "allreduce",
-    f"localsgd:period={PERIOD}",
+    f"localsgd:period={PERIOD},replica=rank",
     f"daso:period={PERIOD},delay=1",
     "delay-by-one:replica=node",
     "adpsgd:graph=random-ring",

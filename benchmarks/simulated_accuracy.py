@@ -30,7 +30,7 @@ STRATEGIES = (
     SYNCHRONOUS,
     "adpsgd:graph=ring",
     "adpsgd:graph=random-ring",
-    "delay-by-one",
+    "delay-by-one:replica=rank",
     "daso:period=4,delay=1",
 )
 Result = dict[str, Any]

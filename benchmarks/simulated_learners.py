@@ -29,7 +29,7 @@ CLUSTER = {"bandwidth": "10gbit", "latency": "50us", "compute": "120ms", "jitter
 CLAIM = ("synchronous", "randomized ring")
 STRATEGIES = {
     "synchronous": "allreduce",
-    "delay-by-one": "delay-by-one",
+    "delay-by-one": "delay-by-one:replica=rank",
     "fixed ring": "adpsgd:graph=ring",
     "randomized ring": "adpsgd:graph=random-ring",
 }

@@ -55,7 +55,14 @@ class Peer:
 
 
 def _ours(strategy: str, period: int = 1, *, rare: bool = False) -> Peer:
-    return Peer(strategy, "ours", {"strategy": strategy}, period=period, ours=True, rare=rare)
+    """A row of ours; where nothing else is said, every rank is a learner."""
+    exact = strategy
+    if strategy.startswith(RANKS_BY_DEFAULT) and "replica=" not in strategy:
+        exact += ("," if ":" in strategy else ":") + "replica=rank"
+    return Peer(strategy, "ours", {"strategy": exact}, period=period, ours=True, rare=rare)
+
+
+RANKS_BY_DEFAULT = ("localsgd", "diloco", "delay-by-one")
 
 
 FREE = "no communication"

@@ -53,15 +53,15 @@ def life(rank: int, spec: str, steps: int = 7):
 
 SPECS = [
     "allreduce",
-    "localsgd:period=2",
-    "localsgd:period=3,delay=2",
+    "localsgd:period=2,replica=rank",
+    "localsgd:period=3,delay=2,replica=rank",
     "daso",
     "daso:period=2,delay=2",
     "daso-paper",
-    "delay-by-one",
-    "localsgd:start=3",
+    "delay-by-one:replica=rank",
+    "localsgd:start=3,replica=rank",
     "localsgd:replica=node,local_period=2,period=2",
-    "diloco:period=2,delay=1",
+    "diloco:period=2,delay=1,replica=rank",
 ]
 
 
@@ -85,11 +85,11 @@ def test_a_run_from_attach_to_finish(spec):
 @pytest.mark.parametrize(
     ("spec", "exchanges", "staleness"),
     [
-        ("localsgd:period=2", 3, 0),
-        ("localsgd:period=3,delay=2", 2, 2),
+        ("localsgd:period=2,replica=rank", 3, 0),
+        ("localsgd:period=3,delay=2,replica=rank", 2, 2),
         ("daso:period=2,delay=2", 3, 2),
-        ("diloco:period=3,delay=2", 2, 2),
-        ("delay-by-one", 7, 1),
+        ("diloco:period=3,delay=2,replica=rank", 2, 2),
+        ("delay-by-one:replica=rank", 7, 1),
     ],
 )
 def test_exchanges_and_staleness_are_what_the_strategy_says(spec, exchanges, staleness):
@@ -121,7 +121,9 @@ def test_a_world_of_one_trains_as_if_nothing_was_attached(spec):
 def without_hooks(rank: int):
     model = linear()
     optimizer = sgd(model)
-    with loosestep.attach(model, optimizer, "localsgd:period=2", topology=PAIR, hooks=False) as run:
+    with loosestep.attach(
+        model, optimizer, "localsgd:period=2,replica=rank", topology=PAIR, hooks=False
+    ) as run:
         for step in range(4):
             one_step(model, optimizer, rank, step)
             run.step()
@@ -183,7 +185,7 @@ def test_any_optimizer_with_scaler_autocast_accumulation_and_schedule(optimizer,
 def lbfgs(rank: int):
     model = linear()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)
-    with loosestep.attach(model, optimizer, "localsgd:period=2", topology=PAIR) as run:
+    with loosestep.attach(model, optimizer, "localsgd:period=2,replica=rank", topology=PAIR) as run:
         for step in range(4):
 
             def closure(step: int = step) -> torch.Tensor:
@@ -249,9 +251,9 @@ def resumed(rank: int, spec: str, cut: int, total: int = 9):
     "spec",
     [
         "daso:period=3,delay=2",
-        "localsgd:period=2,delay=1",
+        "localsgd:period=2,delay=1,replica=rank",
         "diloco:period=3,delay=2,replica=node",
-        "delay-by-one",
+        "delay-by-one:replica=rank",
         "daso:window=2,period=2,warmup=2,cooldown=3,total=9",
         "daso-paper:epoch=3",
     ],
@@ -343,7 +345,8 @@ def ended(rank: int, spec: str, how: str):
 
 @pytest.mark.parametrize("how", ["finished", "broken off"])
 @pytest.mark.parametrize(
-    "spec", ["allreduce", "daso:period=2", "diloco:period=2", "adpsgd", "adpsgd:replica=node"]
+    "spec",
+    ["allreduce", "daso:period=2", "diloco:period=2,replica=rank", "adpsgd", "adpsgd:replica=node"],
 )
 def test_a_run_that_has_ended_holds_what_its_state_dict_tells_of_and_no_more(spec, how):
     theta_and_momentum = 2.0 if "diloco" in spec else 0.0
@@ -373,7 +376,7 @@ def silent(rank: int):
     """A failing run whose state is on a device that nothing can be copied from."""
     model = linear()
     run = loosestep.attach(
-        model, sgd(model), "diloco:period=2", topology=Topology([[0]]), deadline=10
+        model, sgd(model), "diloco:period=2,replica=rank", topology=Topology([[0]]), deadline=10
     )
     run.state["outer"] = [torch.empty(3, device="meta")]
     with run:

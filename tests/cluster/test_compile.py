@@ -75,7 +75,7 @@ def both(rank: int, form: str, spec: str, backend: str):
         ("compiled, then attached", "daso:period=2", "eager"),
         ("attached, then compiled", "daso:period=2", "aot_eager"),
         ("whole step", "daso:period=2", "eager"),
-        ("whole step without hooks", "localsgd:period=2,delay=1", "eager"),
+        ("whole step without hooks", "localsgd:period=2,delay=1,replica=rank", "eager"),
         ("optimizer", "daso:period=2", "eager"),
     ],
 )

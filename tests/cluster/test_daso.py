@@ -140,11 +140,11 @@ def trajectory(rank: int, spec: str, steps: int = 20):
 
 SPECS = [
     "allreduce",
-    "localsgd:period=3",
-    "localsgd:period=4,delay=2",
-    "localsgd:period=3,start=5",
+    "localsgd:period=3,replica=rank",
+    "localsgd:period=4,delay=2,replica=rank",
+    "localsgd:period=3,start=5,replica=rank",
     "localsgd:replica=node,period=2,local_period=2",
-    "diloco:period=3",
+    "diloco:period=3,replica=rank",
     "diloco:period=4,delay=2,replica=node",
     "daso",
     "daso:period=5,delay=3",
@@ -152,7 +152,7 @@ SPECS = [
     "daso:lanes=rotating,period=2",
     "daso-paper",
     "daso-paper:warmup=3,cooldown=3,total=20,epoch=6",
-    "delay-by-one",
+    "delay-by-one:replica=rank",
     "delay-by-one:replica=node",
 ]
 

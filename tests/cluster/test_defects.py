@@ -165,7 +165,7 @@ def batch_norm(rank: int, spec: str):
 
 
 @pytest.mark.parametrize(
-    "spec", ["daso:period=2,delay=2", "allreduce", "localsgd:period=3,delay=3"]
+    "spec", ["daso:period=2,delay=2", "allreduce", "localsgd:period=3,delay=3,replica=rank"]
 )
 def test_batch_norm_statistics_are_the_same_on_every_node_and_stay_positive(spec):
     results = ranks(4, batch_norm, spec=spec)

@@ -43,8 +43,8 @@ def said(rank: launch.Rank, key: str):
         ("daso", 0, ()),
         ("daso", 3, ("--near",)),
         ("allreduce", 2, ()),
-        ("localsgd:period=2,delay=1", 1, ()),
-        ("delay-by-one", 1, ("--size", "3000000")),  # an exchange is in flight
+        ("localsgd:period=2,delay=1,replica=rank", 1, ()),
+        ("delay-by-one:replica=rank", 1, ("--size", "3000000")),  # an exchange is in flight
     ],
 )
 def test_a_killed_rank_ends_the_run_everywhere_and_is_named(strategy, victim, options):

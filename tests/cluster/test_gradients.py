@@ -124,7 +124,13 @@ def test_all_reduce_is_ddp_to_rounding_at_four_ranks_on_any_nodes(topology):
 
 def test_local_sgd_every_step_is_synchronous_sgd_to_rounding():
     synchronous = ranks(4, train, ddp=False, topology=[[0, 1], [2, 3]])
-    local = ranks(4, train, ddp=False, spec="localsgd:period=1,delay=0", topology=[[0, 1], [2, 3]])
+    local = ranks(
+        4,
+        train,
+        ddp=False,
+        spec="localsgd:period=1,delay=0,replica=rank",
+        topology=[[0, 1], [2, 3]],
+    )
     torch.testing.assert_close(local[0][0], synchronous[0][0], rtol=1e-4, atol=1e-6)
 
 

@@ -115,9 +115,9 @@ LANES = {"LOOSESTEP_LANES": "nccl"}
         ("daso:period=2,delay=1", [[0, 1], [2, 3]]),
         ("daso-paper:period=2,warmup=2", [[0, 1], [2, 3]]),
         ("daso:period=2", [[0, 1, 2], [3]]),
-        ("localsgd:period=2,delay=1", [[0, 1], [2, 3]]),
+        ("localsgd:period=2,delay=1,replica=rank", [[0, 1], [2, 3]]),
         ("diloco:period=2,delay=1,replica=node", [[0, 1], [2, 3]]),
-        ("delay-by-one", [[0], [1], [2], [3]]),
+        ("delay-by-one:replica=rank", [[0], [1], [2], [3]]),
         ("daso:period=3,cooldown=4,total=8", [[0, 1], [2, 3]]),
     ],
 )
@@ -175,7 +175,7 @@ def attach(rank: int, spec: str = "daso", gpus: str = "own", ways=LANES):
             "a GPU of its own for each of the ranks 0, 1, which have the only gpu, the only gpu",
         ),
         ({"spec": "adpsgd"}, "are made by the host"),
-        ({"spec": "delay-by-one:older_gradient=true"}, "are made by the host"),
+        ({"spec": "delay-by-one:older_gradient=true,replica=rank"}, "are made by the host"),
         ({"ways": {"LOOSESTEP_LANES": "rdma"}}, "LOOSESTEP_LANES must be gloo or nccl, got 'rdma'"),
         (
             {"ways": {"LOOSESTEP_LANES": ["gloo", "nccl"]}},

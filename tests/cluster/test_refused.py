@@ -156,7 +156,7 @@ def changed(rank: int, case: str):
     model = nn.ModuleList([linear(), linear()])
     model[1].requires_grad_(False)
     optimizer = sgd(model[0])
-    with loosestep.attach(model, optimizer, "localsgd", topology=PAIR, deadline=5):
+    with loosestep.attach(model, optimizer, "localsgd:replica=rank", topology=PAIR, deadline=5):
         one_step(model[0], optimizer, rank, 0)
         if case == "unfreeze":
             model[1].requires_grad_(True)
@@ -186,7 +186,9 @@ def test_parameters_that_appear_after_attach_are_detected(case, message):
 def poisoned(rank: int):
     model = linear()
     optimizer = sgd(model)
-    with loosestep.attach(model, optimizer, "localsgd:period=1", topology=PAIR, deadline=5):
+    with loosestep.attach(
+        model, optimizer, "localsgd:period=1,replica=rank", topology=PAIR, deadline=5
+    ):
         if rank == 1:
             model.weight.data.fill_(float("nan"))
         before = flat(model)
@@ -241,7 +243,11 @@ def same_data(rank: int, spec: str, topology: list[list[int]]):
 
 @pytest.mark.parametrize(
     ("spec", "topology"),
-    [("localsgd:period=1", [[0], [1]]), ("allreduce", [[0, 1]]), ("daso:period=1", [[0], [1]])],
+    [
+        ("localsgd:period=1,replica=rank", [[0], [1]]),
+        ("allreduce", [[0, 1]]),
+        ("daso:period=1", [[0], [1]]),
+    ],
 )
 def test_ranks_that_see_the_same_data_are_warned_once(spec, topology):
     for seen in ranks(2, same_data, spec=spec, topology=topology):

@@ -9,9 +9,9 @@ import loosestep
 
 SPECS = [
     "allreduce",
-    "localsgd:period=2,delay=1",
+    "localsgd:period=2,delay=1,replica=rank",
     "daso:period=2,delay=1",
-    "diloco:period=2",
+    "diloco:period=2,replica=rank",
     "adpsgd",
 ]
 

@@ -46,7 +46,11 @@ def average(rank: int, spec: str, topology: list[list[int]], dtype: torch.dtype,
 def test_all_ranks_hold_the_mean_of_all(topology: list[list[int]]) -> None:
     world = sum(map(len, topology))
     results = ranks(
-        world, average, spec="localsgd:period=1", topology=topology, dtype=torch.float64
+        world,
+        average,
+        spec="localsgd:period=1,replica=rank",
+        topology=topology,
+        dtype=torch.float64,
     )
     mean = sum(values(rank, 1001, torch.float64) for rank in range(world)) / world
     for after, _ in results:
@@ -59,7 +63,9 @@ def test_half_precision_is_summed_in_single_precision_and_rounded_once() -> None
     mine = [values(rank, 1001, torch.bfloat16) for rank in range(4)]
     wide = [value.float() for value in mine]
     mean = ((wide[0] + wide[1]) + (wide[2] + wide[3])) / 4
-    results = ranks(4, average, spec="localsgd:period=1", topology=GRID, dtype=torch.bfloat16)
+    results = ranks(
+        4, average, spec="localsgd:period=1,replica=rank", topology=GRID, dtype=torch.bfloat16
+    )
     for start, (after, _) in zip(mine, results, strict=True):
         assert torch.equal(after, start + (mean - start.float()).to(torch.bfloat16))
 

@@ -38,14 +38,14 @@ def uneven(rank: int, spec: str, steps: list[int], topology: list[list[int]]):
 
 SPECS = [
     "allreduce",
-    "localsgd:period=2",
-    "localsgd:period=3,delay=2",
+    "localsgd:period=2,replica=rank",
+    "localsgd:period=3,delay=2,replica=rank",
     "diloco:period=2,delay=1,replica=node",
     "daso:period=2",
     "daso-paper:period=2",
-    "delay-by-one",
-    "delay-by-one:older_gradient=true",
-    "localsgd:start=3,period=2",
+    "delay-by-one:replica=rank",
+    "delay-by-one:older_gradient=true,replica=rank",
+    "localsgd:start=3,period=2,replica=rank",
     "daso:period=2,warmup=4",
     "daso:period=3,cooldown=4,total=8",
     "localsgd:replica=node,local_period=2,period=2",
@@ -76,7 +76,12 @@ def linear(rank: int, spec: str, steps: list[int]):
 
 @pytest.mark.parametrize("steps", [[10, 3], [3, 10], [8, 0]], ids=str)
 @pytest.mark.parametrize(
-    "spec", ["localsgd:period=2,delay=1", "delay-by-one", "delay-by-one:older_gradient=true"]
+    "spec",
+    [
+        "localsgd:period=2,delay=1,replica=rank",
+        "delay-by-one:replica=rank",
+        "delay-by-one:older_gradient=true,replica=rank",
+    ],
 )
 def test_every_step_of_every_rank_is_in_the_mean_at_the_end(spec, steps):
     ends = ranks(2, linear, spec=spec, steps=steps)
@@ -87,14 +92,20 @@ def test_every_step_of_every_rank_is_in_the_mean_at_the_end(spec, steps):
     "topology", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]]], ids=str
 )
 @pytest.mark.parametrize(
-    "spec", ["allreduce", "daso:period=2", "localsgd:start=3,period=2", "daso:period=2,warmup=4"]
+    "spec",
+    [
+        "allreduce",
+        "daso:period=2",
+        "localsgd:start=3,period=2,replica=rank",
+        "daso:period=2,warmup=4",
+    ],
 )
 def test_uneven_numbers_of_steps_on_any_nodes(spec, topology):
     results = ranks(4, uneven, spec=spec, steps=[8, 5, 2, 7], topology=topology)
     assert all(torch.equal(end, results[0][0]) for end, _ in results)
 
 
-@pytest.mark.parametrize("spec", ["allreduce", "daso:period=2", "localsgd:period=2"])
+@pytest.mark.parametrize("spec", ["allreduce", "daso:period=2", "localsgd:period=2,replica=rank"])
 def test_uneven_runs_are_deterministic_too(spec):
     first = ranks(4, uneven, spec=spec, steps=[8, 5, 7, 6], topology=[[0, 1, 2], [3]])
     again = ranks(4, uneven, spec=spec, steps=[8, 5, 7, 6], topology=[[0, 1, 2], [3]])
@@ -172,8 +183,8 @@ def scaled(rank: int, spec: str, bad: dict[int, list[int]], fused: bool):
     [
         "daso:period=2",
         "daso:period=3,delay=3",
-        "localsgd:period=3,delay=1",
-        "delay-by-one",
+        "localsgd:period=3,delay=1,replica=rank",
+        "delay-by-one:replica=rank",
         "allreduce",
         "daso:period=2,cooldown=4,total=10",
     ],

@@ -15,9 +15,9 @@ pytestmark = [needs_cuda, pytest.mark.timeout(90)]
 LOOPS = [
     "daso:period=2,delay=1",
     "daso:period=4,delay=3",
-    "localsgd:period=3,delay=2",
-    "diloco:period=3,delay=2,outer_lr=1.0,outer_momentum=0.0",
-    "delay-by-one",
+    "localsgd:period=3,delay=2,replica=rank",
+    "diloco:period=3,delay=2,outer_lr=1.0,outer_momentum=0.0,replica=rank",
+    "delay-by-one:replica=rank",
     "adpsgd",
     "adpsgd:replica=node",
 ]

@@ -181,7 +181,7 @@ def test_what_is_kept_of_an_outer_step_when_the_run_has_ended_is_on_the_host(mon
     monkeypatch.setenv("LOOSESTEP_LANES", "nccl")
     model = nn.Linear(64, 64).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with loosestep.attach(model, optimizer, "diloco:period=2,delay=1") as run:
+    with loosestep.attach(model, optimizer, "diloco:period=2,delay=1,replica=rank") as run:
         for _ in range(6):
             optimizer.zero_grad()
             model(torch.ones(2, 64, device="cuda")).square().mean().backward()
@@ -212,9 +212,9 @@ def test_gradients_that_stay_on_a_device_are_those_over_the_host(uneven):
     "spec",
     [
         "daso:period=2,delay=1",
-        "localsgd:period=2,delay=2",
-        "diloco:period=2,delay=1",
-        "delay-by-one",
+        "localsgd:period=2,delay=2,replica=rank",
+        "diloco:period=2,delay=1,replica=rank",
+        "delay-by-one:replica=rank",
     ],
 )
 def test_lanes_that_stay_on_a_device_are_those_over_the_host(spec):

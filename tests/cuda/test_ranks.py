@@ -50,7 +50,7 @@ def train(rank: int, spec: str, nodes, device: str = "cuda", steps: int = 24, un
         ("allreduce", [[0, 1]]),
         ("daso:period=2,delay=1", [[0, 1]]),
         ("daso:period=2,delay=1", [[0], [1]]),
-        ("localsgd:period=2,delay=2", [[0], [1]]),
+        ("localsgd:period=2,delay=2,replica=rank", [[0], [1]]),
     ],
 )
 def test_two_ranks_on_one_device_learn_what_they_learn_on_a_cpu(spec, nodes):

@@ -54,7 +54,7 @@ def depths(text: str, topology: Topology, cluster: Cluster) -> tuple[float, floa
     "text",
     [
         "allreduce",
-        "localsgd:period=4",
+        "localsgd:period=4,replica=rank",
         "daso:period=4,delay=1",
         "daso-paper:period=4",
         "delay-by-one:replica=node",
@@ -73,7 +73,7 @@ def test_a_step_takes_as_long_with_tensors_as_without(
 @pytest.mark.parametrize(
     "topology", [Topology.grid(2, 2), Topology.grid(3, 1), Topology([[0, 1, 2], [3, 4]])]
 )
-@pytest.mark.parametrize("text", ["allreduce", "localsgd:period=1"])
+@pytest.mark.parametrize("text", ["allreduce", "localsgd:period=1,replica=rank"])
 def test_so_does_what_ranks_tell_each_other_when_nothing_else_takes_time(
     text: str, topology: Topology
 ) -> None:

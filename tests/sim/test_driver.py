@@ -58,7 +58,7 @@ def test_every_rank_has_generators_of_its_own() -> None:
         model = Point()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         drawn = []
-        with loosestep.attach(model, optimizer, "localsgd:period=1"):
+        with loosestep.attach(model, optimizer, "localsgd:period=1,replica=rank"):
             for _ in range(4):
                 drawn.append(draw())
                 (model.w * (rank + 1)).sum().backward()
@@ -94,7 +94,7 @@ def test_every_rank_has_grad_mode_and_autocast_of_its_own() -> None:
         model = Point()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         seen = []
-        with loosestep.attach(model, optimizer, "localsgd:period=1") as run:
+        with loosestep.attach(model, optimizer, "localsgd:period=1,replica=rank") as run:
             model.w.grad = torch.full_like(model.w, rank + 1.0)
             with torch.set_grad_enabled(rank == 0), torch.autocast("cpu", enabled=rank == 1):
                 for _ in range(3):
@@ -147,13 +147,15 @@ def test_a_step_takes_its_computation_and_an_average_its_links() -> None:
     def big(rank: int) -> None:
         model = Point(62_500)  # half a megabyte
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with loosestep.attach(model, optimizer, "localsgd:period=1"):
+        with loosestep.attach(model, optimizer, "localsgd:period=1,replica=rank"):
             for _ in range(3):
                 model.w.grad = torch.full_like(model.w, rank + 1.0)
                 optimizer.step()
 
     plain = simulate(
-        lambda rank: train(rank, "localsgd:period=100", steps=3), ranks=2, cluster=cluster
+        lambda rank: train(rank, "localsgd:period=100,replica=rank", steps=3),
+        ranks=2,
+        cluster=cluster,
     )
     assert plain.seconds == pytest.approx(0.3, abs=0.01)
     done = simulate(big, ranks=2, cluster=cluster)
@@ -269,7 +271,7 @@ def test_gossip_goes_on_without_a_rank_that_was_killed() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["allreduce", "localsgd:period=2", "daso:period=2", "adpsgd:replica=node"]
+    "spec", ["allreduce", "localsgd:period=2,replica=rank", "daso:period=2", "adpsgd:replica=node"]
 )
 def test_a_collective_run_ends_and_names_the_rank_that_was_killed(spec: str) -> None:
     with pytest.raises(LostPeer, match=r"rank [01] is lost") as caught:
@@ -286,7 +288,7 @@ def test_an_error_on_one_rank_ends_the_run_and_is_raised() -> None:
     def faulty(rank: int) -> None:
         model = Point()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with loosestep.attach(model, optimizer, "localsgd:period=1"):
+        with loosestep.attach(model, optimizer, "localsgd:period=1,replica=rank"):
             for step in range(5):
                 if rank == 2 and step == 3:
                     raise KeyError("no such sample")
@@ -324,7 +326,7 @@ def test_ranks_that_wait_for_each_other_in_vain_are_named() -> None:
     def unequal(rank: int) -> None:
         model = Point()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = loosestep.attach(model, optimizer, "localsgd:period=1")
+        run = loosestep.attach(model, optimizer, "localsgd:period=1,replica=rank")
         if rank == 0:
             run._world.agree({})  # type: ignore[attr-defined]
 

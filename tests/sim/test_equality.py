@@ -14,13 +14,13 @@ from loosestep import Topology
 NODES = [[0, 1, 2], [3]]  # uneven on purpose: weights, lanes and broadcasts all matter
 SPECS = [
     "allreduce",
-    "localsgd:period=3",
+    "localsgd:period=3,replica=rank",
     "localsgd:period=2,local_period=2,replica=node,start=3",
-    "diloco:period=3,delay=2",
+    "diloco:period=3,delay=2,replica=rank",
     "diloco:period=2,replica=node",
     "daso:period=3,delay=1,warmup=2,cooldown=3,total=13",
     "daso-paper:period=2",
-    "delay-by-one:older_gradient=true",
+    "delay-by-one:older_gradient=true,replica=rank",
     "adpsgd:graph=random-ring,lockstep=true",
 ]
 

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ import loosestep
 from loosestep import Cluster, strategy
 from loosestep.cli import app
 from loosestep.sim.predict.timing import predict
-from loosestep.strategies import Exchanges, State, Strategy
+from loosestep.strategies import STRATEGIES, Exchanges, State, Strategy
 
 STEPS = 8
 
@@ -105,6 +106,13 @@ def test_a_module_put_into_the_package_is_found_without_being_imported(tmp_path,
     sys.modules.pop("kinds_of_things.stone")
 
 
+def test_the_readme_says_of_each_strategy_what_its_help_says():
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
+    for entry in STRATEGIES.entries().values():
+        if entry.kind.__module__.startswith("loosestep."):
+            assert f"| {entry.summary}" in readme, entry.name
+
+
 def test_two_classes_of_one_name_are_refused():
     with pytest.raises(ValueError, match="two strategies have the name 'fibonacci'"):
 
@@ -121,6 +129,23 @@ def test_a_strategy_without_a_line_for_its_help_is_refused():
 
         class Silent(Strategy[Exchanges]):
             name: ClassVar[str] = "silent"
+
+
+def test_rank_0_says_once_who_is_one_learner(caplog: pytest.LogCaptureFixture):
+    def train(rank: int) -> str:
+        model = linear()
+        with loosestep.attach(model, sgd(model), "delay-by-one", deadline=10) as run:
+            return str(run.strategy)
+
+    with caplog.at_level("INFO", logger="loosestep"):
+        chosen = loosestep.simulate(train, ranks=4, topology=GRID).results
+    assert chosen == ["delay-by-one:replica=node"] * 4
+    said = [
+        record.getMessage() for record in caplog.records if "one learner" in record.getMessage()
+    ]
+    assert said == [
+        "delay-by-one on these nodes is delay-by-one:replica=node: a node is one learner"
+    ]
 
 
 def test_replicas_are_nodes_where_there_are_several_nodes_of_several_ranks():

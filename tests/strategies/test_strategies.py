@@ -82,7 +82,7 @@ def test_a_graph_or_matrix_survives_the_round_trip_among_other_fields(graph):
         ("daso:cooldown=5", "cooldown=5 needs total"),
         ("daso:cooldown=5,warmup=6,total=10", r"warmup \+ cooldown must fit into total=10"),
         ("daso:merge=average", "merge must be one of 'delta', 'stale', got 'average'"),
-        ("localsgd:local_period=2", "needs replica='node'"),
+        ("localsgd:local_period=2,replica=rank", "needs replica='node'"),
         ("adpsgd:rate=abc", "rate must be above 0 and at most 16 exchanges per step, got 'abc'"),
         ("adpsgd:cpu_share=abc", "cpu_share must be above 0 and at most 1, got 'abc'"),
         ("daso:threshold=asdf", "threshold must be at least 0 and below 1, got 'asdf'"),

@@ -28,14 +28,15 @@ class DelayByOne(Strategy[Exchanges]):
 
     With `older_gradient` the gradient is one step older still, `x_{k+1} = mean(x_k) - alpha
     g(x_{k-1})`: the model that computes gradients is held one step behind (and one more copy of the
-    parameters is kept for it).
+    parameters is kept for it). `replica="auto"`: nodes are the replicas where there are several and
+    one of them has several ranks, else every rank is one.
     """
 
     name: ClassVar[str] = "delay-by-one"
     summary: ClassVar[str] = "models are averaged while the next gradient is computed"
 
     older_gradient: bool = False
-    replica: Learner = "rank"
+    replica: Learner = "auto"
 
     def __post_init__(self) -> None:
         require_choice("replica", self.replica, ("auto", "rank", "node"))

@@ -35,7 +35,8 @@ class DiLoCo(Strategy[Exchanges]):
 
     `period` is H. With `delay=0` the exchange is waited for; with `delay=W` it lands W steps later,
     hidden behind compute. `outer_lr` and `outer_momentum` are of the outer step. `replica="node"`:
-    gradients are averaged inside the node, nodes are the replicas. Theta and its momentum are kept
+    gradients are averaged inside the node, nodes are the replicas; "auto": where there are several
+    nodes and one of them has several ranks, else "rank". Theta and its momentum are kept
     by the ranks that exchange them: of the L ranks of a node each keeps its L-th part of both,
     beside the snapshot; where every rank is a replica, all of both.
     """
@@ -47,7 +48,7 @@ class DiLoCo(Strategy[Exchanges]):
     delay: int = 0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    replica: Learner = "rank"
+    replica: Learner = "auto"
 
     def __post_init__(self) -> None:
         require_count("period", self.period, least=1)

@@ -25,17 +25,18 @@ class LocalSGD(Strategy[Exchanges]):
     it lands W steps later as a delta, hidden behind compute. Before step `start` the gradients of
     all ranks are averaged (post-local SGD). `replica="node"`: gradients are averaged inside the
     node, nodes are the replicas; with `local_period=H_local > 1` the ranks of a node average
-    parameters every H_local steps instead, and nodes every `H_local * period` steps.
+    parameters every H_local steps instead, and nodes every `H_local * period` steps. "auto": nodes
+    where there are several and one of them has several ranks, else "rank".
     """
 
     name: ClassVar[str] = "localsgd"
-    summary: ClassVar[str] = "parameters are averaged once a period"
+    summary: ClassVar[str] = "replicas step alone, and once a period average their parameters"
 
     period: int = 8
     delay: int = 0
     start: int = 0
     local_period: int = 1
-    replica: Learner = "rank"
+    replica: Learner = "auto"
 
     def __post_init__(self) -> None:
         require_count("period", self.period, least=1)

@@ -48,12 +48,16 @@ def seconds_per_step(
 
 
 def test_an_exchange_that_fits_behind_a_step_costs_nothing() -> None:
-    assert seconds_per_step("delay-by-one", parameters=MEGABYTE // 2) == pytest.approx(0.1)
+    assert seconds_per_step("delay-by-one:replica=rank", parameters=MEGABYTE // 2) == pytest.approx(
+        0.1
+    )
     assert seconds_per_step("daso:period=4,delay=1", parameters=MEGABYTE) == pytest.approx(0.1)
 
 
 def test_a_step_takes_as_long_as_its_bytes_when_they_do_not_fit() -> None:
-    assert seconds_per_step("delay-by-one", parameters=3 * MEGABYTE) == pytest.approx(0.3, rel=0.01)
+    assert seconds_per_step("delay-by-one:replica=rank", parameters=3 * MEGABYTE) == pytest.approx(
+        0.3, rel=0.01
+    )
 
 
 def test_what_does_not_fit_is_waited_for_once_a_period() -> None:
@@ -95,7 +99,7 @@ def test_more_than_two_members_reach_less_of_the_link(nodes: int, factor: float)
     half = dataclasses.replace(IDEAL, crowd=0.5)
     ideal, crowded = (
         predict(
-            "localsgd:period=1",
+            "localsgd:period=1,replica=rank",
             Topology.grid(nodes, 1),
             cluster,
             parameters=[4000],
@@ -108,9 +112,14 @@ def test_more_than_two_members_reach_less_of_the_link(nodes: int, factor: float)
 
 
 def test_a_backbone_is_shared_by_all_nodes() -> None:
-    free = seconds_per_step("localsgd:period=1", parameters=MEGABYTE, topology=Topology.grid(4, 1))
+    free = seconds_per_step(
+        "localsgd:period=1,replica=rank", parameters=MEGABYTE, topology=Topology.grid(4, 1)
+    )
     shared = seconds_per_step(
-        "localsgd:period=1", parameters=MEGABYTE, topology=Topology.grid(4, 1), backbone="80mbit"
+        "localsgd:period=1,replica=rank",
+        parameters=MEGABYTE,
+        topology=Topology.grid(4, 1),
+        backbone="80mbit",
     )
     assert free - 0.1 == pytest.approx(2 * 0.75 * 0.1)
     assert shared - 0.1 == pytest.approx(4 * (free - 0.1))
@@ -119,7 +128,10 @@ def test_a_backbone_is_shared_by_all_nodes() -> None:
 def test_latency_counts_for_every_hop_of_the_rings() -> None:
     quick, late = (
         seconds_per_step(
-            "localsgd:period=1", parameters=4, topology=Topology.grid(5, 1), latency=latency
+            "localsgd:period=1,replica=rank",
+            parameters=4,
+            topology=Topology.grid(5, 1),
+            latency=latency,
         )
         for latency in ("0us", "10ms")
     )
@@ -155,7 +167,12 @@ def test_the_work_of_a_processor_counts_and_more_so_when_ranks_share_one() -> No
     def step(cores: float) -> float:
         slow = Machine(copy=1e8, operation=0, message=0, meeting=0, payload=1, step=0, cores=cores)
         return predict(
-            "localsgd:period=1", PAIR, cluster(), parameters=MEGABYTE, steps=8, machine=slow
+            "localsgd:period=1,replica=rank",
+            PAIR,
+            cluster(),
+            parameters=MEGABYTE,
+            steps=8,
+            machine=slow,
         ).seconds_per_step
 
     work = step(1.0) - 0.2
@@ -167,7 +184,14 @@ def test_the_work_of_a_processor_counts_and_more_so_when_ranks_share_one() -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["allreduce", "localsgd:period=4", "daso", "delay-by-one", "adpsgd:lockstep=True"]
+    "text",
+    [
+        "allreduce",
+        "localsgd:period=4,replica=rank",
+        "daso",
+        "delay-by-one:replica=rank",
+        "adpsgd:lockstep=True",
+    ],
 )
 def test_one_rank_at_half_speed_halves_the_speed_of_all(text: str) -> None:
     equal, halved = (seconds_per_step(text, parameters=1000, slow=slow) for slow in ({}, {1: 2.0}))
@@ -258,8 +282,8 @@ def test_bounded_staleness_waits_for_the_link() -> None:
     ("text", "exchanges"),
     [
         ("daso:period=4", 10),
-        ("localsgd:period=8", 5),
-        ("delay-by-one", 40),
+        ("localsgd:period=8,replica=rank", 5),
+        ("delay-by-one:replica=rank", 40),
         ("allreduce", 0),
         ("daso:warmup=20", 5),
     ],
@@ -296,13 +320,13 @@ def test_bytes_are_those_that_leave_nodes() -> None:
     "text",
     [
         "allreduce",
-        "localsgd",
+        "localsgd:replica=rank",
         "localsgd:replica=node,local_period=2,period=2",
-        "localsgd:start=3,delay=2",
+        "localsgd:start=3,delay=2,replica=rank",
         "daso:warmup=3,cooldown=3,total=20,epoch=5",
         "daso-paper:warmup=3,cooldown=3,total=20",
         "delay-by-one:replica=node",
-        "delay-by-one:older_gradient=True",
+        "delay-by-one:older_gradient=True,replica=rank",
         "adpsgd:graph=pairs",
         "adpsgd:graph=exponential,replica=node",
         "adpsgd:lockstep=True,graph=random-ring",
@@ -342,7 +366,7 @@ def test_the_same_seed_gives_the_same_clocks(text: str) -> None:
 
 STRATEGIES = [
     "allreduce",
-    "localsgd:period=3",
+    "localsgd:period=3,replica=rank",
     "daso",
     "delay-by-one:replica=node",
     "adpsgd:max_staleness=2",
@@ -435,8 +459,8 @@ def test_a_machine_that_cannot_be_is_refused(make: Callable[[], Machine], told: 
 
 
 def test_names_and_objects_mean_the_same() -> None:
-    named = predict("delay-by-one", PAIR, cluster(), parameters=MEGABYTE, steps=20)
+    named = predict("delay-by-one:replica=rank", PAIR, cluster(), parameters=MEGABYTE, steps=20)
     built = predict(DelayByOne(), PAIR, cluster(), parameters=MEGABYTE, steps=20)
     assert named.seconds == built.seconds
-    assert named.strategy == str(strategy("delay-by-one"))
+    assert named.strategy == str(strategy("delay-by-one:replica=rank"))
     assert np.array_equal(named.waiting, built.waiting)
