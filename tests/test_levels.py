@@ -8,7 +8,7 @@ import loosestep
 
 ROOT = Path(loosestep.__file__).parent
 LEVELS = {
-    0: ["registry"],
+    0: ["registry", "core.keys"],
     1: [
         "events",
         "units",

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from loosestep.core.store import tell_ended
+
 LINES_KEPT = 10_000
 LONGEST_LINE = 1 << 16
 Output = Callable[["Rank", str], None]
@@ -371,6 +373,15 @@ class Job:
             rank.ended = time.monotonic()
             rank.returncode = os.waitstatus_to_exitcode(status)
             rank._changed.notify_all()
+        self._tell(rank)
+
+    def _tell(self, rank: Rank) -> None:
+        """Let ranks that have not met this one yet know that they wait in vain."""
+        key = rank.place.env.get("LOOSESTEP_KEY")
+        if self._store is not None and rank.returncode != 0 and key is not None:
+            how = describe(rank.returncode or 0)
+            run = rank.place.env.get("TORCHELASTIC_RUN_ID", "")
+            tell_ended(self._store, rank.number, how, key=key, run=run)
 
     def _summary(self) -> Result:
         codes = tuple(rank.returncode for rank in self.ranks if rank.returncode is not None)

@@ -42,9 +42,10 @@ from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.loop import Courier
 from loosestep.core.gossip.peer import Pending, Rota, Timing
 from loosestep.core.gossip.shadow import Fold, Shadow
+from loosestep.core.keys import key_bytes
 from loosestep.core.messages.address import bind_host, is_loopback, port_range
 from loosestep.core.messages.directory import Directory, Store
-from loosestep.core.messages.frames import HEADER_BYTES, Flags, Header, Wire, curve_pair, key_bytes
+from loosestep.core.messages.frames import HEADER_BYTES, Flags, Header, Wire, curve_pair
 from loosestep.core.messages.members import State
 from loosestep.core.messages.sockets import Curve, Transport
 from loosestep.core.pending import nothing

@@ -13,6 +13,7 @@ import hmac
 import json
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Collection
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from loosestep.core.messages.frames import derive
+from loosestep.core.errors import LostPeer
+from loosestep.core.keys import derive
+from loosestep.core.store import who_ended
 
 log = logging.getLogger("loosestep")
 
@@ -179,12 +182,22 @@ class FirstContact:
 
     def _pause(self, absent: Callable[[], list[int]]) -> None:
         """A little longer every time; says whom it waits for, and gives up in the end."""
+        ended = who_ended(
+            self._store,
+            key=os.environ.get("LOOSESTEP_KEY", ""),
+            run=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        )
+        if ended is not None:
+            rank, how = ended
+            raise LostPeer(
+                rank, f"rank {rank} ended ({how}) before all ranks had called loosestep.attach"
+            )
         now = time.monotonic()
         late = now - self._begun > self._patience
         ranks = f"rank(s) {', '.join(map(str, absent()))}" if late or now > self._tell else ""
         if late:
             raise TimeoutError(
-                f"{ranks} did not call loosestep.attach within {self._patience:g} s, at "
+                f"{ranks} did not call loosestep.attach within {self._patience:.3g} s, at "
                 f"{self._party.where}; every rank must attach the same model, with the same key "
                 "(raise deadline= if they only start late)"
             )

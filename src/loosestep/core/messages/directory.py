@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch.distributed import DistStoreError
 
+from loosestep.core.keys import derive
 from loosestep.core.messages.address import is_loopback
-from loosestep.core.messages.frames import derive
 from loosestep.core.pending import nothing
 
 LOOK = timedelta(seconds=0.25)  # between two looks whether somebody can still come

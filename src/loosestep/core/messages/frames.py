@@ -28,6 +28,8 @@ import xxhash
 import zmq
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from loosestep.core.keys import derive
+
 MAGIC = b"LSTP"
 VERSION = 2
 HEADER_BYTES = 128
@@ -115,28 +117,6 @@ class Header:
 def short(text: bytes) -> int:
     """64 bits of a name or digest, for comparison in headers."""
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
-
-
-def key_bytes(key: bytes | str | None) -> bytes | None:
-    """The run key as bytes; a key too short to be one is an error."""
-    if key is None:
-        return None
-    raw = key.encode() if isinstance(key, str) else bytes(key)
-    if len(raw) < 16:
-        raise ValueError(
-            f"the run key must have at least 16 bytes, got {len(raw)}: use a random one, such as "
-            "32 hex digits"
-        )
-    return raw
-
-
-def derive(key: bytes, *parts: object) -> bytes:
-    """A 32-byte key for one purpose: HMAC-SHA256(key, parts), parts separated by their lengths."""
-    mac = hmac.new(key, digestmod="sha256")
-    for part in parts:
-        raw = part if isinstance(part, bytes) else str(part).encode()
-        mac.update(len(raw).to_bytes(4, "little") + raw)
-    return mac.digest()
 
 
 def curve_pair(key: bytes, run_id: str, role: object) -> tuple[bytes, bytes]:

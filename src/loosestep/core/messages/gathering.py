@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loosestep.core.errors import LostPeer
+from loosestep.core.keys import key_bytes
 from loosestep.core.messages.address import interface_of, is_loopback, route_to
 from loosestep.core.messages.contact import (
     TELL,
@@ -32,7 +34,6 @@ from loosestep.core.messages.contact import (
     OtherRunError,
     Party,
 )
-from loosestep.core.messages.frames import key_bytes
 from loosestep.core.messages.sealed_store import SealedStore
 from loosestep.core.store import host_store
 from loosestep.topology.launchers import (
@@ -129,7 +130,8 @@ def _open_group(key: bytes | None, deadline: float) -> Gathering:
     require_company(launch)
     rank = launch.rank
     world = launch.world
-    patience = max(deadline, START)
+    # A launcher that tells who will never come lets the others be as late as they like.
+    patience = max(deadline, START) if launch.tells else deadline
     if world == 1:
         raw: Any = dist.HashStore()
         contact = Contact(secrets.token_hex(8), secrets.token_bytes(32), ("",))
@@ -141,8 +143,10 @@ def _open_group(key: bytes | None, deadline: float) -> Gathering:
         store = _sealed(raw, contact, contact.secret, rank, patience).within("torch")
     try:
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience)
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=deadline)
         )
+        # The deadline was for meeting; what the script itself does with the group may take longer.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=max(deadline, START)))
     except RuntimeError as error:
         raise ConnectionError(
             f"rank {rank} is at the store, but torch's gloo cannot connect it to the others, "
@@ -279,6 +283,8 @@ def _find(
                 contact = FirstContact(
                     store, party(where, address), patience=rest, called=called
                 ).meet()
+            except LostPeer:
+                raise
             except OtherRunError as error:
                 if only:
                     raise
@@ -294,7 +300,7 @@ def _find(
         time.sleep(pause)
         pause = min(1.5 * pause, 0.5)
     raise TimeoutError(
-        f"rank(s) 0 did not call loosestep.attach within {patience:g} s, at {rendezvous} ({why}). "
+        f"rank(s) 0 did not call loosestep.attach within {patience:.3g} s, at {rendezvous} ({why}). "
         "Did it start, and does MASTER_ADDR name its host as this one can reach it?"
     )
 

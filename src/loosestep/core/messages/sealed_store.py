@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from loosestep.core.messages.frames import derive
+from loosestep.core.keys import derive
 
 log = logging.getLogger("loosestep")
 
