@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 from weakref import WeakSet
 
 import torch
@@ -25,7 +26,10 @@ from loosestep.core.engines.gossip import GossipEngine
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.node_gossip import NodeGroup
 from loosestep.core.engines.rank_gossip import RankGroup
+from loosestep.core.engines.stages import check_stage, describe_stage, stage_in
 from loosestep.core.engines.wrapped import (
+    CUT,
+    HOW,
     Inside,
     averages_gradients,
     check_fit,
@@ -48,15 +52,17 @@ from loosestep.strategies import Strategy
 from loosestep.strategies import strategy as read_strategy
 from loosestep.topology import Topology
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
 log = logging.getLogger("loosestep")
 
 _attached: WeakSet[nn.Module] = WeakSet()
-_HOW = {"plain": "plain", "ddp": "wrapped in DistributedDataParallel", "shards": "sharded"}
 
 
 @in_plain_torch
 def attach(
-    model: nn.Module,
+    model: nn.Module | PipelineStage,
     optimizer: Optimizer | Iterable[Optimizer],
     strategy: Strategy | str,
     *,
@@ -73,7 +79,8 @@ def attach(
     Every rank calls it with the same model; all start from rank 0's parameters and buffers.
     `topology` says who is on which node (by default what started the processes knows). A model that
     is wrapped in DDP or sharded over exactly the ranks of its node is connected to the other nodes
-    as it is. `deadline`: seconds without a heartbeat after which a rank is lost. `hooks=False`:
+    as it is; so is a PipelineStage, each rank of a node holding another (docs/pipeline.md).
+    `deadline`: seconds without a heartbeat after which a rank is lost. `hooks=False`:
     call `run.step()` after `optimizer.step()` yourself, where hooks cannot run. `record`: True or a
     folder ("recording"): every rank writes down what it folded, so that `LOOSESTEP_REPLAY=folder`
     repeats the run bit for bit. `key` authenticates the messages of gossip (by default
@@ -82,6 +89,8 @@ def attach(
     docs/compositions.md says what travels over NCCL, and how `LOOSESTEP_GRADIENTS` and
     `LOOSESTEP_LANES` change it.
     """
+    stage = stage_in(model)
+    module = cast(nn.Module, model if stage is None else stage.submod)
     if deadline <= 0:
         raise ValueError(f"deadline must be positive seconds, got {deadline}")
     optimizers = (
@@ -96,9 +105,10 @@ def attach(
         replay = current_replay()
         chosen, replica, inside, hosts = _prepare(
             world,
-            model,
+            module,
             optimizers,
             strategy,
+            stage=stage,
             hooks=hooks,
             secret=encrypt or key is not None,
             record=folder,
@@ -109,7 +119,7 @@ def attach(
     try:
         tape, open_mailbox = _tape(world, chosen, replica, record=folder, replay=replay)
         learner = Learner(
-            model, optimizers, chosen, replica, world.trace(), inside=inside, tape=tape
+            module, optimizers, chosen, replica, world.trace(), inside=inside, tape=tape
         )
         opens = partial(open_mailbox, key=key, encrypt=encrypt)
         engine = _engine(world, learner, hosts, open_mailbox=opens)
@@ -117,8 +127,8 @@ def attach(
         if world.pulse is not None:
             world.pulse.fail(f"rank {world.rank} could not attach: {error}")
         raise
-    _attached.add(model)
-    return Run(learner, engine, world=world, hooks=hooks, closed=lambda: _attached.discard(model))
+    _attached.add(module)
+    return Run(learner, engine, world=world, hooks=hooks, closed=lambda: _attached.discard(module))
 
 
 def _engine(
@@ -143,6 +153,7 @@ def _engine(
         averages_gradients=averages_gradients(learner.inside, strategy, world.topology),
         through=world.topology,
         shards=learner.replica.sharded,
+        stages=learner.replica.pipeline_stage is not None,
     )
     return CollectiveEngine(learner, world=world, comm=comm)
 
@@ -153,6 +164,7 @@ def _prepare(
     optimizers: list[Optimizer],
     strategy: Strategy | str,
     *,
+    stage: PipelineStage | None,
     hooks: bool,
     secret: bool,
     record: Path | None,
@@ -177,8 +189,12 @@ def _prepare(
                 "which neither authenticates nor encrypts. Leave them out, and keep such runs on "
                 "a network of their own"
             )
-        inside = _check(world, model, optimizers, chosen, hooks=hooks)
-        replica = Replica(model, multiple=_multiple(chosen, world.topology))
+        inside = _check(world, model, optimizers, chosen, hooks=hooks, stage=stage)
+        replica = Replica(
+            model,
+            multiple=_multiple(chosen, world.topology),
+            stage=None if stage is None else describe_stage(stage),
+        )
         bad = replica.find_bad()
         if bad is not None:
             raise ValueError(
@@ -217,17 +233,15 @@ def _prepare(
             )
         if other["inside"] != reports[0]["inside"]:
             raise ValueError(
-                f"the model of rank {rank} is {_HOW[str(other['inside'])]}, that of rank 0 "
-                f"{_HOW[str(reports[0]['inside'])]}; wrap or shard it the same way on every node"
+                f"the model of rank {rank} is {HOW[str(other['inside'])]}, that of rank 0 "
+                f"{HOW[str(reports[0]['inside'])]}; wrap or shard it the same way on every node"
             )
         if other["ways"] != reports[0]["ways"]:
             raise ValueError(
                 f"rank {rank} was started with {other['ways']}, rank 0 with {reports[0]['ways']}; "
                 "set these variables on all ranks or on none"
             )
-        first = (
-            world.topology.lane(world.topology.local_index(rank))[0] if inside == "shards" else 0
-        )
+        first = world.topology.lane(world.topology.local_index(rank))[0] if inside in CUT else 0
         if other["digest"] != reports[first]["digest"]:
             raise ValueError(_difference(world, rank, first))
     world.reach = _find_reach(world, chosen, replica, inside, reports)
@@ -269,7 +283,7 @@ def _find_reach(
         gradients=inside == "plain" and ways[GRADIENTS] == "auto",
         lanes=ways[LANES] == "nccl",
     )
-    nodes = () if inside == "shards" else world.topology.nodes
+    nodes = () if inside in CUT else world.topology.nodes
     lanes = range(world.topology.lanes)
     reach.check_lanes([*nodes, *map(world.topology.lane, lanes)])
     return reach
@@ -346,7 +360,13 @@ def _multiple(strategy: Strategy, topology: Topology) -> int:
 
 
 def _check(
-    world: World, model: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, hooks: bool
+    world: World,
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    strategy: Strategy,
+    *,
+    hooks: bool,
+    stage: PipelineStage | None,
 ) -> Inside:
     """What one rank can see by itself."""
     if not isinstance(model, nn.Module):
@@ -363,7 +383,7 @@ def _check(
             "nothing to train or to average"
         )
     mates = world.topology.mates(world.rank)
-    inside = look_inside(model, mates)
+    inside = look_inside(model, mates) if stage is None else check_stage(stage, model, mates)
     check_fit(inside, strategy, world.topology, mates)
     check_spread(optimizers, strategy, mates)
     check_memory(model)
@@ -450,7 +470,8 @@ def _difference(world: World, rank: int, first: int) -> str:
                 f"the models differ between ranks: entry {position} is '{a}' on rank {rank} and "
                 f"'{b}' on rank {first}; {advice}"
             )
+    longer = max(theirs, ours, key=len)
     return (
         f"the models differ between ranks: {len(theirs)} tensors on rank {rank}, {len(ours)} on "
-        f"rank {first}; {advice}"
+        f"rank {first}, the first beyond being '{longer[min(len(theirs), len(ours))]}'; {advice}"
     )

@@ -63,16 +63,18 @@ class Collective:
         through: Topology | None = None,
         lanes: int | None = None,
         shards: bool = False,
+        stages: bool = False,
     ) -> None:
         """`topology`: the replicas. `through`: where these are single ranks, the nodes that their
         averages go through, so that a link carries a node's sum once and not every rank's own
-        values.
+        values. `shards`: every rank of a node holds other parameters; `stages`: and other buffers.
         """
         self.rank = world.rank
         self.topology = topology
         self._nodes = through or topology
         # every rank of a node holds another part of the model: lanes have nothing to share
         self._shards = shards
+        self._stages = stages
         self.member: Member | None = None
         self.step = 0  # the run keeps it current
         self.part: tuple[int, int] | None = None
@@ -370,9 +372,14 @@ class Collective:
         return spread
 
     def _average_buffers(self, mine: torch.Tensor) -> torch.Tensor:
-        """Overwrite buffers with their mean over all ranks, inside the node first."""
+        """Overwrite buffers with their mean over all ranks that hold them, inside the node
+        first.
+        """
         if mine.numel() == 0:
             return mine
+        if self._stages:
+            lane = have(self._x.lane)
+            return mine.copy_(ordered_sum(lane.gather(mine).unbind(0)).div_(len(lane.ranks)))
         total = ordered_sum(self._x.node.gather(mine).unbind(0))
         if self._x.lane is not None and self._x.lane is not self._x.node:
             total = ordered_sum(self._x.lane.gather(total).unbind(0))

@@ -109,7 +109,12 @@ class NodeGroup:
         sharded = self._learner.replica.sharded
         units = world.topology if sharded else world.topology.flat()
         comm = Collective(
-            world, units, trace=self._learner.trace, averages_gradients=False, shards=sharded
+            world,
+            units,
+            trace=self._learner.trace,
+            averages_gradients=False,
+            shards=sharded,
+            stages=self._learner.replica.pipeline_stage is not None,
         )
         with meeting(self, world, comm):
             align(self._learner, comm, world.topology)
@@ -145,6 +150,8 @@ class NodeGroup:
 
     def _is_owned(self, tensor: torch.Tensor) -> bool:
         """Whether no other rank of the node holds this rank's part of a tensor."""
+        if self._learner.replica.pipeline_stage is not None:
+            return True
         return is_dtensor(tensor) and pieces(tensor) == self.mates
 
     @property
@@ -190,12 +197,12 @@ class NodeGroup:
         """
         extra = self._pack_extras(torch.zeros_like(self._extra))
         stash = [*self._common.snapshot(keep=False), extra]
-        held = [local(tensor).clone() for tensor in self._owned]
+        held = [local(tensor).detach().clone() for tensor in self._owned]
 
         def restore() -> None:
             self._adopt(stash)
             for tensor, old in zip(self._owned, held, strict=True):
-                local(tensor).copy_(old)
+                local(tensor).detach().copy_(old)
 
         self._vector = [flat.clone() for flat in stash]
         return self._pieces(self._vector), restore
@@ -215,7 +222,8 @@ class NodeGroup:
         return into
 
     def _average_statistics(self) -> None:
-        size = sum(buffer.numel() for buffer in self._learner.replica.floating)
+        floating = self._learner.replica.floating
+        size = sum(buffer.numel() for buffer in floating if not self._is_owned(buffer))
         if size and self.mates > 1:
             self._comm.average(Offer(vector=[], buffers=self._extra[:size], form="mean"))
 
@@ -228,7 +236,7 @@ class NodeGroup:
             return []
         split = vector if self.shares or not self._holds else []
         return [
-            *map(local, self._owned),
+            *(local(tensor).detach() for tensor in self._owned),
             *(flat.view(self._lanes, -1)[self._shard] for flat in split),
         ]
 

@@ -22,8 +22,16 @@ from loosestep.core.replica.shards import is_dtensor, mesh_ranks, pieces, shardi
 from loosestep.strategies import Strategy
 from loosestep.topology import Topology
 
-# nobody but us, DDP over the node, DTensors over the node
-Inside = Literal["plain", "ddp", "shards"]
+# nobody but us, DDP over the node, DTensors over the node, pipeline stages over the node
+Inside = Literal["plain", "ddp", "shards", "stages"]
+HOW = {
+    "plain": "plain",
+    "ddp": "wrapped in DistributedDataParallel",
+    "shards": "sharded",
+    "stages": "cut into pipeline stages",
+}
+# each rank of a node holds another part of the model
+CUT: tuple[Inside, ...] = ("shards", "stages")
 
 
 def look_inside(model: nn.Module, mates: Sequence[int]) -> Inside:
@@ -60,7 +68,7 @@ def check_fit(inside: Inside, strategy: Strategy, topology: Topology, mates: Seq
     """Whether a strategy can connect nodes that are wrapped or sharded."""
     if inside == "plain" or len(mates) == 1:
         return
-    how = "wrapped in DistributedDataParallel" if inside == "ddp" else "sharded"
+    how = HOW[inside]
     if strategy.learner == "rank":
         raise ValueError(
             f"the model is {how} over the ranks of its node, so a node is one learner, but "
@@ -71,11 +79,17 @@ def check_fit(inside: Inside, strategy: Strategy, topology: Topology, mates: Seq
             f"the model is {how} over the ranks of its node, which step together; local_period "
             f"must be 1, got {strategy}"
         )
-    if inside == "shards" and len(set(topology.weights)) > 1:
+    if inside in CUT and len(set(topology.weights)) > 1:
         raise ValueError(
-            f"the model is sharded inside nodes of {', '.join(map(str, topology.weights))} ranks, "
-            "so the shards of one node do not fit those of another; start the same number of "
+            f"the model is {how} inside nodes of {', '.join(map(str, topology.weights))} ranks, "
+            "so the parts of one node do not fit those of another; start the same number of "
             "ranks on every node"
+        )
+    if inside == "stages" and strategy.spans_world and len(topology.nodes) > 1:
+        raise ValueError(
+            f"{strategy} averages gradients across nodes at the end of a backward, which a "
+            "pipeline makes once a microbatch; average parameters instead: "
+            "DASO(ramp='parameters'), or LocalSGD(period=1) in the place of AllReduce"
         )
 
 
@@ -111,12 +125,12 @@ def check_spread(optimizers: Sequence[Optimizer], strategy: Strategy, mates: Seq
         if strategy.learner == "world" or (strategy.learner == "node" and group == list(mates)):
             continue
         raise ValueError(
-            f"ZeroRedundancyOptimizer spreads its state over ranks {_some(group)} and gives them "
+            f"ZeroRedundancyOptimizer spreads its state over ranks {some(group)} and gives them "
             f"all the same parameters after every step, but {strategy} lets "
             + (
                 "each rank learn on its own; use a plain optimizer or replica='node'"
                 if strategy.learner == "rank"
-                else f"the nodes learn on their own; give it the ranks of the node ({_some(mates)}): "
+                else f"the nodes learn on their own; give it the ranks of the node ({some(mates)}): "
                 "process_group=loosestep.node_mesh().get_group()"
             )
         )
@@ -142,9 +156,9 @@ def _check_ddp(
         group = sorted(dist.get_process_group_ranks(wrapper.process_group))
         if group != list(mates):
             raise ValueError(
-                f"the model is wrapped in DistributedDataParallel over ranks {_some(group)}, "
+                f"the model is wrapped in DistributedDataParallel over ranks {some(group)}, "
                 "which averages gradients among all of them on every step; the ranks of this "
-                f"node are {_some(mates)}. Attach the plain module (loosestep averages inside the "
+                f"node are {some(mates)}. Attach the plain module (loosestep averages inside the "
                 "node itself), or give DistributedDataParallel the node's group: "
                 f"process_group=loosestep.node_mesh().get_group(){_hints()}"
             )
@@ -167,8 +181,8 @@ def _check_shards(model: nn.Module, spread: dict[str, nn.Parameter], mates: Sequ
         ranks = mesh_ranks(param)
         if not set(ranks) <= set(mates):
             raise ValueError(
-                f"parameter {name} is a DTensor over ranks {_some(ranks)}, which are not all on "
-                f"this node ({_some(mates)}), so every step would wait for other nodes; shard it "
+                f"parameter {name} is a DTensor over ranks {some(ranks)}, which are not all on "
+                f"this node ({some(mates)}), so every step would wait for other nodes; shard it "
                 "over the node: mesh=loosestep.node_mesh(), or the inner axes of a mesh whose "
                 "first axis is the nodes"
             )
@@ -176,8 +190,8 @@ def _check_shards(model: nn.Module, spread: dict[str, nn.Parameter], mates: Sequ
     # one axis of a mesh may be smaller, the whole mesh may not
     if mesh_ranks(widest) != list(mates):
         raise ValueError(
-            f"no parameter is a DTensor over all ranks of the node ({_some(mates)}), {name} is "
-            f"over ranks {_some(mesh_ranks(widest))}, and nobody averages between them; use a "
+            f"no parameter is a DTensor over all ranks of the node ({some(mates)}), {name} is "
+            f"over ranks {some(mesh_ranks(widest))}, and nobody averages between them; use a "
             "mesh of all ranks of the node, or pass topology= with the ranks of one mesh as one "
             "node"
         )
@@ -207,8 +221,8 @@ def _hints() -> str:
     return "".join(f". {hint}" for library, hint in known.items() if library in sys.modules)
 
 
-def _some(ranks: Sequence[int]) -> str:
-    """0, 1, 2 or 0-7."""
+def some(ranks: Sequence[int]) -> str:
+    """Ranks as text: 0, 1, 2 or 0-7."""
     if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))

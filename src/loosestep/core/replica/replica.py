@@ -78,7 +78,8 @@ class Snapshot:
 
 class Replica:
     """The trainable parameters and floating buffers of a model. `multiple`: what the padded length
-    must divide by. `keep`: which parameters take part, all by default.
+    must divide by. `keep`: which parameters take part, all by default. `stage`: which pipeline
+    stage the model is, where it is one.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class Replica:
         *,
         multiple: int = 1,
         keep: Callable[[nn.Parameter], bool] = lambda param: True,
+        stage: str | None = None,
     ) -> None:
+        self.pipeline_stage = stage
         # tied parameters appear once
         self.names = {id(param): name for name, param in model.named_parameters()}
         trainable = [param for param in model.parameters() if param.requires_grad and keep(param)]
@@ -102,7 +105,7 @@ class Replica:
         self._counting = [buffer for buffer in buffers if not buffer.now.is_floating_point()]
         self._model = model
         self._places = list(places(model))
-        self.sharded = any(is_dtensor(param) for param in model.parameters())
+        self.sharded = stage is not None or any(is_dtensor(param) for param in model.parameters())
         self._sharding = sharding_modules(model)
         self.staging = Staging(trainable[0].device if trainable else torch.device("cpu"))
         self._images: list[Image] | None = None
@@ -303,14 +306,18 @@ class Replica:
         )
 
     def layout(self) -> list[str]:
-        """What must be the same on every rank (of a lane, for shards), in order: name, shape,
-        dtype, how it is cut.
+        """What must be the same on every rank (of a lane, for shards and stages), in order: name,
+        shape, dtype, how it is cut.
         """
-        return [
-            f"{self.names[id(p)]}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
-            + (f", {describe(p)}" if is_dtensor(p) else "")
-            for p in self.params
-        ] + [f"buffer {tuple(b.shape)} {b.dtype}" for b in (*self.floating, *self.counting)]
+        return (
+            ([] if self.pipeline_stage is None else [self.pipeline_stage])
+            + [
+                f"{self.names[id(p)]}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+                + (f", {describe(p)}" if is_dtensor(p) else "")
+                for p in self.params
+            ]
+            + [f"buffer {tuple(b.shape)} {b.dtype}" for b in (*self.floating, *self.counting)]
+        )
 
     def digest(self) -> str:
         """A fingerprint of the layout."""
