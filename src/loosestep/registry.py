@@ -119,11 +119,17 @@ class Registry(Generic[T]):
 def spell(thing: Any) -> str:
     """The text that `Registry.read` reads: the name, and the fields that are not as by default."""
     changed = [
-        f"{field.name}={getattr(thing, field.name)}"
+        f"{field.name}={_spelled(getattr(thing, field.name))}"
         for field in _fields(thing)
         if field.default is MISSING or getattr(thing, field.name) != field.default
     ]
     return str(thing.name) + (":" + ",".join(changed) if changed else "")
+
+
+def _spelled(value: Any) -> str:
+    """In brackets if a comma would end it."""
+    text = str(value)
+    return f"({text})" if len(at_commas(text)) > 1 else text
 
 
 def at_commas(text: str) -> list[str]:

@@ -139,7 +139,7 @@ def test_a_name_reads_back(way: Codec) -> None:
         ("", "the codecs are bf16, int8, qsgd"),
         ("bf16:block=3", "bf16 has no field 'block'; its fields are: none"),
         ("int8:block=4", "block must be a whole number from 8"),
-        ("int8:block=many", "field=whole number"),
+        ("int8:block=many", "block must be a whole number"),
         ("int8:block=16,block=32", "given twice"),
         ("qsgd:levels=16", "levels must be above the square root of block"),
         ("qsgd:levels=128", "from 1 to 127"),

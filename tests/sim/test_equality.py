@@ -22,6 +22,13 @@ SPECS = [
     "daso-paper:period=2",
     "delay-by-one:older_gradient=true,replica=rank",
     "adpsgd:graph=random-ring,lockstep=true",
+    "localsgd:period=3,codec=int8:block=16",
+    "localsgd:period=2,local_period=2,replica=node,start=3,codec=bf16",
+    "diloco:period=3,delay=2,codec=int8",
+    "diloco:period=2,replica=node,codec=bf16",
+    "daso:period=3,delay=1,warmup=2,cooldown=3,total=13,codec=(qsgd:levels=100,block=64)",
+    "daso-paper:period=2,codec=bf16",
+    "delay-by-one:codec=int8",
 ]
 
 

@@ -15,6 +15,7 @@ class BF16(Codec):
     """Half the bytes; each value is right to .4 %."""
 
     name: ClassVar[str] = "bf16"
+    summary: ClassVar[str] = "half the bytes: float32 without its lower half"
     whole_values: ClassVar[bool] = True
 
     def size(self, count: int) -> int:

@@ -19,6 +19,9 @@ class Int8(Codec):
     """
 
     name: ClassVar[str] = "int8"
+    summary: ClassVar[str] = (
+        "a quarter of the bytes: steps of 1/127 of the largest value of a block"
+    )
 
     block: int = 4096
 

@@ -20,6 +20,7 @@ class QSGD(Codec):
     """
 
     name: ClassVar[str] = "qsgd"
+    summary: ClassVar[str] = "a quarter of the bytes, without bias: rounded by chance"
 
     levels: int = 127
     block: int = 512

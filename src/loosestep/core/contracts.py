@@ -42,9 +42,10 @@ class Kind(IntEnum):
 
 @dataclass
 class Coded:
-    """How an exchange travels in codes. `kept`, a plain dict that is saved with the strategy's state: how many rounds there
-    were, and what this rank owes. `reference`: what the replicas agree on. Of both what this rank exchanges itself, for
-    every tensor of the vector."""
+    """How an exchange travels in codes. `kept`, a plain dict that is saved with the strategy's state:
+    how many rounds there were, and what this rank owes. `reference`: what the replicas agree on. Of
+    both what this rank exchanges itself, for every tensor of the vector.
+    """
 
     codec: Codec
     kept: dict[str, Any]
@@ -101,6 +102,7 @@ class Invitation:
     kind: Kind
     lane: int | None = None
     wire: torch.dtype | None = None
+    coded: bool = False
 
 
 class Member(Protocol):
@@ -156,6 +158,10 @@ class Comm(Protocol):
     """
     identical: bool
     member: Member | None
+    members: int
+    """How many exchange codes with each other: replicas, or the nodes that they go through."""
+    own: tuple[int, int]
+    """Row and number of rows: what this rank exchanges with other nodes."""
     part: tuple[int, int] | None
     """Row and number of rows: what this rank sends of a vector that is sharded over lanes; None
     for all of it.
@@ -178,8 +184,8 @@ class Comm(Protocol):
     def meet(self, kind: Kind) -> None:
         """Wait until every rank is at `kind`, joining what the others do until then."""
 
-    def agree(self, codec: Codec, vector: Vector, reference: Vector | None) -> Coded:
-        """Exchanges in codes begin: all replicas hold `vector`, which is what they agree on unless a reference is given."""
+    def agree(self, reference: Vector) -> dict[str, Any]:
+        """Exchanges in codes begin, with what all replicas agree on; what is `kept` between them."""
 
     def census(self, *numbers: float) -> list[list[float]]:
         """Everybody's numbers, in rank order, every rank being here already."""

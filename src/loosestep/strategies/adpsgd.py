@@ -51,6 +51,7 @@ class ADPSGD(Strategy[Gossiping]):
     cpu_share: float = 0.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if hasattr(self.graph, "tolist"):  # a matrix of numpy or torch
             object.__setattr__(self, "graph", self.graph.tolist())
         if isinstance(self.graph, str) or not isinstance(self.graph, Mapping | Sequence):
@@ -82,6 +83,11 @@ class ADPSGD(Strategy[Gossiping]):
     def gossip(self) -> ADPSGD:
         """As its fields say."""
         return self
+
+    @property
+    def codecs(self) -> list[str]:
+        """None so far."""
+        return []
 
     def graph_of(self, learners: int) -> GossipGraph:
         """Who is whose neighbour; refuses a graph that does not fit the number of learners."""

@@ -24,3 +24,8 @@ class AllReduce(Strategy[Exchanges]):
     def learner(self) -> Scope:
         """All ranks are one learner."""
         return "world"
+
+    @property
+    def codecs(self) -> list[str]:
+        """None so far."""
+        return []

@@ -14,6 +14,9 @@ from typing import Any, ClassVar, Generic, Literal, Protocol
 import torch
 from typing_extensions import Self, TypeVar
 
+from loosestep.codecs import Codec
+from loosestep.codecs import codec as named_codec
+from loosestep.codecs.registry import CODECS
 from loosestep.core.contracts import Landed, Outer, Scope, Vector
 from loosestep.core.replica.replica import Replica
 from loosestep.registry import Preset, spell
@@ -38,9 +41,11 @@ class Exchanges(Protocol):
         lane: int | None = None,
         vector: Vector | None = None,
         outer: Outer | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the
-        background. `outer` makes of their mean what they become.
+        background. `outer` makes of their mean what they become; `wire`: what values travel as,
+        where no codec carries what they have changed.
         """
 
     def fold(self) -> None:
@@ -130,6 +135,18 @@ class Strategy(Generic[Asks]):
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Further names, for the class with other defaults."""
 
+    codec: str | Codec | None = None
+
+    def __post_init__(self) -> None:
+        if self.codec is not None:
+            chosen = named_codec(self.codec)
+            object.__setattr__(self, "codec", chosen)
+            require(
+                chosen.name in self.codecs,
+                f"{self.name} cannot have codec={chosen} with these fields; the codecs it can have "
+                f"are: {', '.join(self.codecs) or 'none'}",
+            )
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "name" in vars(cls):
@@ -141,6 +158,16 @@ class Strategy(Generic[Asks]):
     def replica(self) -> Learner:
         """Who is one learner: a rank, a node, or whichever suits the nodes ("auto")."""
         return "rank"
+
+    @property
+    def codecs(self) -> list[str]:
+        """The names of the codecs it can have."""
+        return list(CODECS.entries())
+
+    @property
+    def moves_in(self) -> Codec | None:
+        """The codec of what replicas have moved; None if they exchange parameters as they are."""
+        return None if self.codec is None else named_codec(self.codec)
 
     @property
     def learner(self) -> Scope:
@@ -207,6 +234,12 @@ class Strategy(Generic[Asks]):
         vector, of so many, that this rank exchanges itself.
         """
 
+    def reference(self, state: State) -> Vector | None:
+        """What all replicas agree on, bit for bit, if the strategy keeps such a thing: codecs then
+        carry what has moved since. Of the part that this rank exchanges itself.
+        """
+        return None
+
     def truth(self, state: State, replica: Replica) -> Vector:
         """The parameters this replica stands for (in new memory): those of the model, unless
         some are held back.
@@ -253,7 +286,13 @@ def strategy(text: str | Strategy) -> Strategy:
             "a strategy is given as an object or by name, as in 'daso:period=8', got "
             f"{type(text).__name__}"
         )
-    return STRATEGIES.read(text)
+    chosen: Strategy = STRATEGIES.read(text)
+    return chosen
+
+
+def whole_values() -> list[str]:
+    """The names of the codecs that are fine enough for parameters themselves."""
+    return [name for name, entry in CODECS.entries().items() if entry.kind.whole_values]
 
 
 def require(condition: bool, message: str) -> None:

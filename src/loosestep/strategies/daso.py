@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from loosestep.codecs import Codec
 from loosestep.core.contracts import Landed, Scope
 from loosestep.core.replica.replica import Replica
 from loosestep.registry import Preset
@@ -26,6 +27,7 @@ from loosestep.strategies.base import (
     require_choice,
     require_count,
     require_delay,
+    whole_values,
 )
 
 
@@ -71,6 +73,7 @@ class DASO(Strategy[Exchanges]):
         return cls(**{**preset, **overrides})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for field, least in (
             ("period", 1),
             ("delay", 0),
@@ -102,6 +105,18 @@ class DASO(Strategy[Exchanges]):
         require_choice("merge", self.merge, ("delta", "stale"))
         require_choice("lanes", self.lanes, ("sharded", "rotating"))
         require_choice("ramp", self.ramp, ("gradients", "parameters"))
+
+    @property
+    def codecs(self) -> list[str]:
+        """Stale merges mix parameters themselves; on rotating lanes no rank knows the reference."""
+        if self.merge == "stale":
+            return whole_values()
+        return [] if self.lanes == "rotating" else super().codecs
+
+    @property
+    def moves_in(self) -> Codec | None:
+        """Not where parameters themselves are mixed."""
+        return None if self.merge == "stale" else super().moves_in
 
     @property
     def learner(self) -> Scope:
@@ -178,7 +193,9 @@ class DASO(Strategy[Exchanges]):
     def form(self, state: State) -> dict[str, Any]:
         """How the next exchange travels."""
         lane = None if self.lanes == "sharded" else state["exchanges"]
-        return {"form": "delta" if self.merge == "delta" else "mean", "lane": lane}
+        if self.merge == "delta":
+            return {"lane": lane}
+        return {"form": "mean", "lane": lane, "wire": self.codec and torch.bfloat16}
 
     def land(
         self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int

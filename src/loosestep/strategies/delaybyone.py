@@ -39,6 +39,7 @@ class DelayByOne(Strategy[Exchanges]):
     replica: Learner = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_choice("replica", self.replica, ("auto", "rank", "node"))
         require(
             isinstance(self.older_gradient, bool),
@@ -54,6 +55,11 @@ class DelayByOne(Strategy[Exchanges]):
     def folds_deltas(self) -> bool:
         """But for the older form."""
         return not self.older_gradient
+
+    @property
+    def codecs(self) -> list[str]:
+        """None with `older_gradient`, which puts the mean itself in the place of a model."""
+        return [] if self.older_gradient else super().codecs
 
     def prepare(self, state: State, replica: Replica, part: tuple[int, int] | None = None) -> None:
         """x_{-1} = x_0"""

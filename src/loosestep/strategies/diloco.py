@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from loosestep.core.contracts import Vector
 from loosestep.core.replica.replica import Replica
 from loosestep.strategies.base import (
     Exchanges,
@@ -51,6 +52,7 @@ class DiLoCo(Strategy[Exchanges]):
     replica: Learner = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_count("period", self.period, least=1)
         require_count("delay", self.delay, least=0)
         require_delay(self.delay, self.period)
@@ -77,6 +79,11 @@ class DiLoCo(Strategy[Exchanges]):
             flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True) for flat in theta
         ]
         state["outer"] = {"theta": theta, "momentum": [torch.zeros_like(flat) for flat in theta]}
+
+    def reference(self, state: State) -> Vector:
+        """theta"""
+        theta: Vector = state["outer"]["theta"]
+        return theta
 
     def boundary(self, state: State, run: Exchanges) -> None:
         """Fold what is due, exchange what is due."""

@@ -39,6 +39,7 @@ class LocalSGD(Strategy[Exchanges]):
     replica: Learner = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_count("period", self.period, least=1)
         require_count("delay", self.delay, least=0)
         require_count("start", self.start, least=0)

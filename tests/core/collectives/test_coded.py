@@ -15,7 +15,7 @@ from loosestep.core.collectives.coded import (
     Sums,
     average_row,
     average_through_nodes,
-    begin,
+    begin_codes,
     seed_of,
 )
 from loosestep.core.collectives.gloo import Channel, ordered_sum
@@ -29,6 +29,7 @@ class Whole(Codec):
     """Nothing is lost: eight bytes a value."""
 
     name: ClassVar[str] = "whole"
+    summary: ClassVar[str] = "nothing is lost"
 
     def size(self, count: int) -> int:
         return 8 * count
@@ -99,7 +100,7 @@ def walk(rank: int, step: int, count: int) -> torch.Tensor:
 
 def start(codec: Codec, x: torch.Tensor, members: int) -> Coded:
     reference = [x.clone()]
-    return Coded(codec, begin(codec, reference, members), reference)
+    return Coded(codec, begin_codes(reference, members), reference)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +134,7 @@ def test_a_thousand_late_exchanges_conserve_the_sum_with_what_owners_owe(
             late = walk(rank, 2 * step + 1, count)  # learned while it is in flight
             x += late
             learned += walk(rank, 2 * step, count) + late
-            distances.append(average_row(flat, sums, grain=size, outer=None))
+            distances.append(average_row(flat, sums, outer=None))
             coded.kept["rounds"] += 1
             x += flat
         return x, learned, coded, distances
@@ -187,7 +188,7 @@ def test_codes_that_lose_nothing_give_the_plain_mean(through: bool) -> None:
                 total=size,
                 scratch=Scratch(),
             )
-            average_row(flat, sums, grain=size, outer=None)
+            average_row(flat, sums, outer=None)
         return flat
 
     origin, values = walk(7, 7, count), [walk(rank, 0, count) for rank in range(size)]
@@ -269,7 +270,7 @@ def test_in_silence_what_is_left_over_arrives(codec: Codec) -> None:
         )
         for _ in range(12):
             flat = x.clone()
-            average_row(flat, sums, grain=size, outer=None)
+            average_row(flat, sums, outer=None)
             coded.kept["rounds"] += 1
             x += flat
         return x, coded
@@ -306,7 +307,7 @@ def test_an_outer_step_follows_the_written_formula(codec: Codec, late: bool) -> 
             flat = x.clone()
             if late:
                 x += walk(rank, 2 * step + 1, count)
-            average_row(flat, sums, grain=size, outer=outer)
+            average_row(flat, sums, outer=outer)
             coded.kept["rounds"] += 1
             x += flat
         return x, coded.reference[0]
@@ -362,11 +363,11 @@ def test_halves_agree_in_float32(dtype: torch.dtype) -> None:
     def learner(rank: int) -> Coded:
         x = walk(rank, 0, 64).to(dtype)
         reference = coded_means.widened([torch.zeros(64, dtype=dtype)])
-        coded = Coded(Int8(block=8), begin(Int8(block=8), reference, size), reference)
+        coded = Coded(Int8(block=8), begin_codes(reference, size), reference)
         sums = Sums(
             coded, 0, TableChannel([0, 1], rank, table), weights=None, total=size, scratch=Scratch()
         )
-        average_row(x, sums, grain=size, outer=None)
+        average_row(x, sums, outer=None)
         return coded
 
     first, second = together(size, learner)

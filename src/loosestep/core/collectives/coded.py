@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from loosestep.codecs import Codec
 from loosestep.core.collectives.gloo import Channel
 from loosestep.core.contracts import Coded
 
@@ -63,6 +62,8 @@ class Sums:
         self._codec = coded.codec
         self._number = number
         self._lane = lane
+        self.index = lane.index
+        self.grain = lane.size
         self._weights = [1] * lane.size if weights is None else list(weights)
         self._total = total
 
@@ -139,7 +140,7 @@ def seed_of(*numbers: int) -> int:
     return mixed
 
 
-def begin(codec: Codec, reference: Sequence[torch.Tensor], members: int) -> dict[str, Any]:
+def begin_codes(reference: Sequence[torch.Tensor], members: int) -> dict[str, Any]:
     """What is kept, before the first exchange: nothing is owed."""
     return {"rounds": 0, "owed": [row.new_zeros(row.numel() // members) for row in reference]}
 
@@ -149,10 +150,10 @@ def widened(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [row.to(torch.promote_types(row.dtype, torch.float32), copy=True) for row in rows]
 
 
-def average_row(flat: torch.Tensor, sums: Sums, *, grain: int, outer: Advance | None) -> float:
+def average_row(flat: torch.Tensor, sums: Sums, *, outer: Advance | None) -> float:
     """Overwrite a member's row with what is missing to the goal of all; how far it was from the mean, squared."""
     spread = 0.0
-    length = max(UNIT // grain, 1) * grain
+    length = max(UNIT // sums.grain, 1) * sums.grain
     wide = torch.promote_types(flat.dtype, torch.float32)
     for begin, piece in zip(range(0, flat.numel(), length), flat.split(length), strict=True):
         moved = sums.scratch.take("moved", piece.numel(), piece.new_empty(0, dtype=wide))

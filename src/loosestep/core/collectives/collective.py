@@ -19,10 +19,27 @@ from typing import Any, NamedTuple
 
 import torch
 
+from loosestep.core.collectives.coded import (
+    Scratch,
+    Sums,
+    average_row,
+    average_through_nodes,
+    begin_codes,
+)
 from loosestep.core.collectives.gloo import Channel, ordered_sum
 from loosestep.core.collectives.groups import Channels, have
 from loosestep.core.collectives.ring import WIDE
-from loosestep.core.contracts import Invitation, Kind, Landed, Member, Offer, Parcel, Scope
+from loosestep.core.contracts import (
+    Coded,
+    Invitation,
+    Kind,
+    Landed,
+    Member,
+    Offer,
+    Parcel,
+    Scope,
+    Vector,
+)
 from loosestep.core.errors import CommError
 from loosestep.core.pending import Pending, T
 from loosestep.core.plain_state import flatten, unflatten
@@ -35,7 +52,8 @@ log = logging.getLogger("loosestep")
 PIECE = 1 << 20  # elements that travel at a time where memory would be needed several times over
 BLOCK = 1 << 16  # elements that are worked on at a time: they stay in the processor's cache
 # the columns of an exchange's header
-SEQUENCE, KIND, STEP, LOSS, COUNT, CHECKSUM, LANE, WIRE = range(8)
+SEQUENCE, KIND, STEP, LOSS, COUNT, CHECKSUM, LANE, WIRE, CODED = range(9)
+SICK = 2  # in the last column: values to be coded are not finite
 Advance = Callable[[slice, torch.Tensor], torch.Tensor]  # what is made of a span's mean
 WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
 
@@ -104,6 +122,9 @@ class Collective:
         )
         if lanes > 1 and nodes == topology and not shards:
             self.part = self._x.node.row(lanes), lanes
+        self.members = len(nodes.nodes)
+        self.own = (0, 1) if shards else (self._x.node.row(lanes), lanes)
+        self._scratch = Scratch()
         self._g: Channels | None = None
         if averages_gradients:
             near = reach is not None and reach.gradients and len(mates) > 1 and reach.apart(mates)
@@ -186,6 +207,10 @@ class Collective:
         if served is not None:
             served.wait()
 
+    def agree(self, reference: Vector) -> dict[str, Any]:
+        """Exchanges in codes begin, with what all replicas agree on; what is `kept` between them."""
+        return begin_codes(reference, self.members)
+
     def census(self, *numbers: float) -> list[list[float]]:
         """Everybody's numbers, in rank order, every rank being here already."""
         rows: list[list[float]] = self._exchanges.run(lambda: self._x.tell(*numbers)).tolist()
@@ -210,7 +235,10 @@ class Collective:
             if host[KIND] == kind:
                 return
             invitation = Invitation(
-                Kind(host[KIND]), None if host[LANE] < 0 else host[LANE], WIRES[host[WIRE]]
+                Kind(host[KIND]),
+                None if host[LANE] < 0 else host[LANE],
+                WIRES[host[WIRE]],
+                coded=bool(host[CODED]),
             )
             self._trace.emit("join", round=invitation.kind.name.lower())
             self.member.join(invitation)
@@ -218,7 +246,7 @@ class Collective:
     def _call(self, kind: Kind, offer: Offer | None) -> torch.Tensor:
         """Everybody's header; row r is rank r's."""
         self._sequence += 1
-        row = [0.0] * 8
+        row = [0.0] * 9
         row[SEQUENCE] = self._sequence
         row[KIND] = kind
         row[STEP] = self.step
@@ -230,6 +258,8 @@ class Collective:
             row[CHECKSUM] = self._checksum(offer)
             row[LANE] = -1 if offer.lane is None else offer.lane
             row[WIRE] = WIRES.index(offer.wire)
+            if offer.coded is not None:
+                row[CODED] = SICK if self._is_sick(offer) else 1
         rows = self._x.tell(*row)
         ahead = rows[:, SEQUENCE] != self._sequence
         if ahead.any():
@@ -242,16 +272,21 @@ class Collective:
         """Of what this rank sends, as long as all replicas may turn out to be the same."""
         if not self._may_be_same:
             return 0.0
-        values = (
-            offer.vector
-            if offer.part is None
-            else [_row(tensor, *offer.part) for tensor in offer.vector]
-        )
-        checksum = sum(float(tensor.sum()) for tensor in values)
+        checksum = sum(float(tensor.sum()) for tensor in _sent(offer))
         return checksum if math.isfinite(checksum) else 0.0
+
+    def _is_sick(self, offer: Offer) -> bool:
+        """Whether a value is not finite: codes would make numbers of it, and everybody remember."""
+        for tensor in _sent(offer):
+            # the sum may overflow where every value is finite
+            if not math.isfinite(float(tensor.sum())) and not bool(tensor.isfinite().all()):
+                return True
+        return False
 
     def _average(self, offer: Offer, rows: torch.Tensor) -> Landed:
         start = self.now()
+        if (rows[:, CODED] == SICK).any():
+            self._find_bad(offer, rows)
         with self._x.world.watched() if offer.near else nullcontext():
             spread = sum(
                 self._average_tensor(number, tensor, offer)
@@ -260,6 +295,8 @@ class Collective:
         total = add_up(self._x.tell(spread))
         if not math.isfinite(total):
             self._find_bad(offer, rows)
+        if offer.coded is not None:
+            offer.coded.kept["rounds"] += 1
         buffers = self._average_buffers(offer.buffers)
         self._report(self._x)
         return Landed(
@@ -298,6 +335,8 @@ class Collective:
         part of the spread.
         """
         outer = None if offer.outer is None else partial(offer.outer, number)
+        if offer.coded is not None:
+            return self._average_in_codes(number, tensor, offer.coded, outer)
         wire = tensor if offer.wire is None else tensor.to(offer.wire)
         node = self._x.node
         lane = self._x.lane
@@ -328,6 +367,43 @@ class Collective:
             node.broadcast(wire, root=offer.lane)
         if wire is not tensor:
             tensor.copy_(wire)
+        return spread
+
+    def _average_in_codes(
+        self, number: int, tensor: torch.Tensor, coded: Coded, outer: Advance | None
+    ) -> float:
+        """Overwrite `tensor` with what is missing to the goal of all; this rank's part of the spread."""
+        lanes = self._x.lanes
+        node = self._x.node
+        sums = None
+        if self._x.lane is not None:
+            sums = Sums(
+                coded,
+                number,
+                self._x.lane,
+                weights=self._weights,
+                total=self._total,
+                scratch=self._scratch,
+            )
+        if self._nodes != self.topology:
+            return average_through_nodes(
+                tensor,
+                sums,
+                node=node,
+                lanes=lanes,
+                members=self.members,
+                outer=outer,
+                scratch=self._scratch,
+            )
+        row, rows = self.own
+        shards = tensor.view(rows, -1)
+        spread = 0.0
+        if sums is not None:
+            weight = 1 if self._weights is None else self._weights[sums.index]
+            spread = weight * average_row(shards[row], sums, outer=outer)
+        if node.size > 1 and not self._shards:
+            for piece in shards.split(PIECE, 1):
+                node.share(piece)
         return spread
 
     def _average_lane(
@@ -674,6 +750,13 @@ def _sum_by_node(
     if node.size > 1:
         node.share(shards)
     return left
+
+
+def _sent(offer: Offer) -> Vector:
+    """What this rank sends of the vector."""
+    if offer.part is None:
+        return offer.vector
+    return [_row(tensor, *offer.part) for tensor in offer.vector]
 
 
 def _row(flat: torch.Tensor, row: int, rows: int) -> torch.Tensor:

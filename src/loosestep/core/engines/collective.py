@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from loosestep.core.contracts import (
+    Coded,
     Comm,
     Invitation,
     Kind,
@@ -43,6 +44,7 @@ from loosestep.strategies import Exchanges, Strategy
 from loosestep.topology import Topology
 
 log = logging.getLogger("loosestep")
+OWN = ("outer", "codes")  # of the strategy's state, what only exchanges change
 
 
 @dataclass
@@ -71,7 +73,11 @@ class CollectiveEngine:
         self.averager: GradientAverager | None = None
         comm.member = self
         align(learner, comm, world.topology)
-        self._strategy.prepare(self.state, self._replica, comm.part)
+        self._codec = None if comm.members == 1 else self._strategy.moves_in
+        part = comm.part if self._codec is None else comm.own
+        self._strategy.prepare(self.state, self._replica, part)
+        if self._codec is not None:
+            self.state["codes"] = self._agree(*comm.own)
         if averages_gradients(learner.inside, self._strategy, world.topology):
             self.averager = GradientAverager(
                 self._replica.params,
@@ -213,12 +219,16 @@ class CollectiveEngine:
         lane: int | None = None,
         vector: Vector | None = None,
         outer: Outer | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the
         background.
         """
         assert self._flight is None, "an exchange is folded before the next one starts"
-        offer = self._offer(form=form, lane=lane, vector=vector, outer=outer)
+        coded = self._coded()
+        offer = self._offer(
+            form=form, lane=lane, vector=vector, outer=outer, wire=wire, coded=coded
+        )
         self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
         self._flight = Flight(self.state["step"], self._comm.all_reduce(offer))
 
@@ -276,7 +286,7 @@ class CollectiveEngine:
                 "lane": invitation.lane,
                 "wire": invitation.wire,
             }
-            offer = self._offer(**form)
+            offer = self._offer(**form, coded=self._coded() if invitation.coded else None)
             self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
             landed = self._comm.average(offer)
             self.trace.emit("landed", seconds=landed.seconds)
@@ -302,6 +312,25 @@ class CollectiveEngine:
 
     # Inside ---------------------------------------------------------------------------------------
 
+    def _agree(self, row: int, rows: int) -> dict[str, Any]:
+        """What is kept between exchanges in codes, with a reference if the strategy has none."""
+        theirs = self._strategy.reference(self.state)
+        if theirs is not None:
+            return self._comm.agree(theirs)
+        reference = []
+        for flat in self._replica.snapshot(keep=False):
+            wide = torch.promote_types(flat.dtype, torch.float32)
+            reference.append(flat.view(rows, -1)[row].to(wide, copy=True))
+        return {**self._comm.agree(reference), "reference": reference}
+
+    def _coded(self) -> Coded | None:
+        """How an exchange of differences travels."""
+        if self._codec is None:
+            return None
+        kept = self.state["codes"]
+        theirs = self._strategy.reference(self.state)
+        return Coded(self._codec, kept, kept["reference"] if theirs is None else theirs)
+
     def _offer(
         self,
         *,
@@ -310,15 +339,25 @@ class CollectiveEngine:
         wire: torch.dtype | None = None,
         vector: Vector | None = None,
         outer: Outer | None = None,
+        coded: Coded | None = None,
     ) -> Offer:
         self.state["exchanges"] += 1
         lane = None if lane is None or self._replica.sharded else lane % self._comm.topology.lanes
         part = self._comm.part if lane is None else None
-        snapshot = self._replica.stage(self._learner.losses.take(), stay=self._stay, part=part)
+        stay = self._stay and coded is None
+        snapshot = self._replica.stage(self._learner.losses.take(), stay=stay, part=part)
         if vector is not None:
             snapshot.ready()
             torch._foreach_copy_(snapshot.vector, vector)
-        return Offer(**vars(snapshot), form=form, lane=lane, wire=wire, part=part, outer=outer)
+        return Offer(
+            **vars(snapshot),
+            form=form,
+            lane=lane,
+            wire=wire,
+            part=part,
+            outer=outer,
+            coded=coded,
+        )
 
     def _land(self, landed: Landed, *, staleness: int) -> None:
         replicas = len(self._comm.topology.nodes)
@@ -446,7 +485,7 @@ class CollectiveEngine:
             "optimizers": [
                 localise(optimizer.state_dict()) for optimizer in self._learner.optimizers
             ],
-            "state": {key: value for key, value in self.state.items() if key != "outer"},
+            "state": {key: value for key, value in self.state.items() if key not in OWN},
         }
 
     def _take_over(self, whole: dict[str, Any]) -> None:
