@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
+from inspect import get_annotations
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -147,8 +148,10 @@ def at_commas(text: str) -> list[str]:
     return pieces
 
 
-def _fields(kind: Any) -> tuple[Any, ...]:
-    return fields(kind)
+def _fields(kind: Any) -> list[Any]:
+    """A class's own first, then those that all of its sort have."""
+    own = get_annotations(kind if isinstance(kind, type) else type(kind))
+    return sorted(fields(kind), key=lambda field: field.name not in own)
 
 
 def _place(kind: type) -> str:

@@ -72,7 +72,7 @@ def test_a_graph_or_matrix_survives_the_round_trip_among_other_fields(graph):
             "daso:perid=3",
             r"daso has no field 'perid' \(did you mean 'period'\?\); its fields are: period, delay",
         ),
-        ("allreduce:period=3", "allreduce has no field 'period'; its fields are: none"),
+        ("allreduce:period=3", "allreduce has no field 'period'; its fields are: codec"),
         ("daso:period", "expected field=value"),
         ("daso:period=1,period=2", "given twice"),
         ("daso:period=0", "period must be a whole number of at least 1, got 0"),
