@@ -13,7 +13,7 @@ import torch
 from loosestep.launch.processes import Job
 
 HERE = Path(__file__).parent
-for folder in (HERE, HERE / "cluster"):
+for folder in (HERE, HERE / "cluster", HERE / "core" / "gossip"):
     sys.path.insert(0, str(folder))
 torch.set_num_threads(1)
 # torch asks for the name of every address it connects to: one second where a name server does not

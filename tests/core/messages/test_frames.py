@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loosestep.core.keys import derive, key_bytes
 from loosestep.core.messages.frames import (
     HEADER_BYTES,
     Flags,
@@ -14,8 +15,6 @@ from loosestep.core.messages.frames import (
     ReplayWindow,
     Wire,
     curve_pair,
-    derive,
-    key_bytes,
 )
 
 KEY = b"k" * 32
