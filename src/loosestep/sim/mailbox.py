@@ -332,6 +332,15 @@ class VirtualMailbox:
             "rejected": {},
         }
 
+    slower = 0.0
+
+    @property
+    def least_share(self) -> float:
+        return 1 / self.shadow.chunks
+
+    def neighbours_slower(self) -> list[float]:
+        return []
+
     def cpu_seconds(self) -> float:
         return 0.0
 

@@ -72,7 +72,8 @@ def test_a_full_queue_loses_nothing_and_nothing_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mailbox, "QUEUE", 1)  # every second frame has to wait for its socket
-    with cluster(2, size=1 << 20, timing=Timing(beat=0.05, suspend=5.0, retry=2.0)) as c:
+    timing = Timing(beat=0.05, suspend=5.0, retry=2.0)
+    with cluster(2, size=1 << 20, timing=timing, shared=False) as c:
         for _ in range(10):
             pending = [c.boxes[0].exchange(1), c.boxes[1].exchange(0)]
             assert all(each.wait(10) for each in pending)
@@ -141,6 +142,52 @@ def test_only_the_chunks_that_an_exchange_will_carry_are_published() -> None:
         c.boxes[0].exchange(1, share=0.25).wait(10)
         assert step(c.boxes[0], c.params[0], "whole").staleness_max == 1
         np.testing.assert_array_equal(c.flat(0)[quarter:], before[quarter:] + 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"key": KEY}], ids=["clear", "key"])
+def test_values_for_peers_of_this_host_stay_in_memory(options) -> None:
+    with cluster(3, size=3 * CHUNK_BYTES // 8, **options) as c:
+        wait_until(lambda: all(edge_slots(box).ready for box in c.boxes))
+        total = c.flat(0) + c.flat(1) + c.flat(2)
+        for rank in range(3):
+            assert c.exchange(rank, (rank + 1) % 3) == "exchanged"
+        np.testing.assert_allclose(c.flat(0) + c.flat(1) + c.flat(2), total, rtol=0, atol=1e-12)
+        for box in c.boxes:
+            counters = box.counters
+            assert counters["bytes_in_memory"] == 2 * 3 * CHUNK_BYTES  # one begun, one answered
+            assert 0 < counters["bytes_sent"] - counters["bytes_in_memory"] < 100_000
+
+
+def test_slots_are_used_again_and_again() -> None:
+    with cluster(2, size=3 * CHUNK_BYTES // 8) as c:
+        wait_until(lambda: all(edge_slots(box).ready for box in c.boxes))
+        for _ in range(50):
+            pending = [c.boxes[0].exchange(1), c.boxes[1].exchange(0)]
+            assert all(each.wait(10) for each in pending)
+        wait_until(
+            lambda: (
+                not any(
+                    box._courier.links[1 - rank].edge.cached for rank, box in enumerate(c.boxes)
+                )
+            )
+        )
+        for box in c.boxes:
+            assert box.counters["bytes_in_memory"] >= 50 * 3 * CHUNK_BYTES
+            assert len(edge_slots(box)._free) == box._own_slots.count
+            assert not box.counters["rejected"]
+
+
+def test_a_peer_whose_memory_cannot_be_reached_gets_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "reach", lambda card: None)
+    with cluster(2, size=3 * CHUNK_BYTES // 8) as c:
+        mean = (c.flat(0) + c.flat(1)) / 2
+        assert c.exchange(0, 1) == "exchanged"
+        np.testing.assert_allclose(c.flat(1), mean)
+        assert c.boxes[0].counters["bytes_in_memory"] == 0
+
+
+def edge_slots(box):
+    return next(iter(box._courier.links.values())).edge.slots
 
 
 def test_exchange_never_blocks_and_returns_the_one_in_flight():

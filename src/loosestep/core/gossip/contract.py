@@ -100,6 +100,16 @@ class GossipMailbox(Protocol):
     def counters(self) -> dict[str, Any]:
         """What was sent, received, landed and refused so far."""
 
+    @property
+    def least_share(self) -> float:
+        """The smallest share of the model that can travel."""
+
+    slower: float
+    """By which share communication makes this rank's steps slower; others are told."""
+
+    def neighbours_slower(self) -> list[float]:
+        """The same of the other ranks of this host."""
+
     def cpu_seconds(self) -> float:
         """The processor time that gossip has cost this rank."""
 

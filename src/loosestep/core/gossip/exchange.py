@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from loosestep.core.messages.frames import Kind
+from loosestep.core.messages.slots import EdgeSlots
 from loosestep.record.format import Kind as Record
 from loosestep.record.format import pack
 
@@ -51,7 +52,7 @@ class Vector(Protocol):
     """What an edge needs of the shadow."""
 
     def published_at(self, chunk: int) -> int: ...
-    def read(self, chunk: int, note: bytes = b"") -> Any: ...
+    def read(self, chunk: int, note: bytes = b"", slots: EdgeSlots | None = None) -> Any: ...
     def move(
         self,
         chunk: int,
@@ -118,13 +119,16 @@ class Edge:
     cached.
     """
 
-    def __init__(self, shadow: Vector, window: int, *, peer: int = 0) -> None:
+    def __init__(
+        self, shadow: Vector, window: int, *, peer: int = 0, slots: EdgeSlots | None = None
+    ) -> None:
         self.window = window
         self._peer = peer
         self.pending = 0
         self.cached = 0
         self.square = 0.0  # running mean square difference to the peer
         self.applied = 0
+        self.slots = slots
         self._shadow = shadow
         self._chunks: dict[int, _Chunk] = {}
 
@@ -147,7 +151,7 @@ class Edge:
         return self._request(chunk, state.seen)
 
     def _take(self, chunk: int, q: int) -> Any:
-        return self._shadow.read(chunk, pack(Record.TAKE, self._peer, chunk, q))
+        return self._shadow.read(chunk, pack(Record.TAKE, self._peer, chunk, q), self.slots)
 
     def _ping(self, chunk: int | None = None) -> Message:
         if chunk is None:
@@ -227,6 +231,10 @@ class Edge:
         self.applied += 1
         state.cache[message.q] = pair
         self.cached += 1
+
+    def close(self) -> None:
+        """Let go of all values."""
+        self._chunks.clear()
 
     def drop(self) -> Doubt:
         """The peer is gone: forget everything, and say what stays in doubt."""

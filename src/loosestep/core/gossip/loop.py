@@ -20,7 +20,7 @@ from loosestep.core.gossip.ending import Ending, average
 from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError
 from loosestep.core.gossip.fetch import Answers, Fetch
 from loosestep.core.gossip.peer import Link, Pending, Timing, Transfer
-from loosestep.core.gossip.shadow import Buffer, Shadow
+from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.messages.frames import (
     DTYPE_CODES,
     HEADER_BYTES,
@@ -33,6 +33,7 @@ from loosestep.core.messages.frames import (
     claimed_source,
 )
 from loosestep.core.messages.members import GONE, Members, State
+from loosestep.core.messages.slots import Buffer, EdgeSlots, TheirSlots
 from loosestep.core.messages.sockets import Letter, Transport
 from loosestep.record.format import DIED, EARLY, FINISHED, pack, pack_readings
 from loosestep.record.format import Kind as Record
@@ -62,8 +63,15 @@ class Courier:
         emit: Callable[..., None],
         gradients: int = 1,
         lose: Callable[[Header], bool] | None = None,
+        slots: dict[int, EdgeSlots] | None = None,
+        near: dict[int, TheirSlots] | None = None,
     ) -> None:
+        """`slots`: where values for peers of this host are left. `near`: the memory of those that
+        this rank reads.
+        """
         now = time.monotonic()
+        self._near = near or {}
+        slots = slots or {}
         self.rank = rank
         self.shadow = shadow
         self.wire = wire
@@ -71,7 +79,10 @@ class Courier:
         self.members = Members(
             peers, now=now, suspend=timing.suspend, deadline=timing.deadline, emit=emit
         )
-        self.links = {peer: Link(Edge(shadow, window, peer=peer)) for peer in peers}
+        self.links = {
+            peer: Link(Edge(shadow, window, peer=peer, slots=slots.get(peer))) for peer in peers
+        }
+        self.slower = 0.0  # by which share communication makes this rank's steps slower
         self.ending = Ending(rank, shadow, self.members, retry=timing.retry)
         self.counters: Counter[str] = Counter()
         self.exchanges = 0.0  # begun here and completed, in whole models
@@ -116,13 +127,17 @@ class Courier:
             self._release()
 
     def _release(self) -> None:
-        """Nobody waits for a thread that has ended."""
+        """Nobody waits for a thread that has ended, and it holds no memory."""
         for link in self.links.values():
             if link.transfer is not None:
                 link.transfer.pending.finish("dropped")
         for pending in self.fetches.values():
             pending.finish("dropped")
         self.ended.finish("dropped")
+        for link in self.links.values():
+            link.edge.close()
+        for memory in self._near.values():
+            memory.close()
 
     def _turn(self) -> None:
         news = self.transport.wait(max(0.0, self._next_timer() - time.monotonic()))
@@ -355,7 +370,9 @@ class Courier:
             self._reject(error.reason, claimed_source(frame), error.detail)
             return
         self.counters["frames_received"] += 1
-        self.counters["bytes_received"] += len(frame)
+        self.counters["bytes_received"] += (
+            len(frame) if value is None else HEADER_BYTES + value.nbytes
+        )
         now = time.monotonic()
         peer = header.source
         # Also from one who is gone: this process may have been stopped. After a cut each side
@@ -366,8 +383,13 @@ class Courier:
         if not self._there(peer):
             self._tell_evicted(peer, now)
             return
-        if self.members.hear(peer, now, progress=header.progress, flags=header.flags):
+        if self.members.hear(
+            peer, now, progress=header.progress, flags=header.flags, slower=header.slower
+        ):
             self._again(peer, now)
+        slots = self.links[peer].edge.slots
+        if slots is not None:
+            slots.ready = bool(header.flags & Flags.READS)
         if header.kind in (Kind.REQUEST, Kind.REPLY, Kind.ACK, Kind.PING):
             self._exchange_frame(header, value)
         elif header.kind == Kind.BEAT:
@@ -398,6 +420,8 @@ class Courier:
                 f"rank {header.source} sends dtype {header.dtype}, expected {self.shadow.dtype}",
             )
         expected = self.shadow.length(header.chunk) * self.shadow.dtype.itemsize
+        if header.slot >= 0 and header.source in self._near and not body:
+            body = self._near[header.source].read(header.slot, expected) or body
         if len(body) != expected:
             raise FrameError(
                 "size", f"chunk {header.chunk} has {len(body)} bytes, expected {expected}"
@@ -502,6 +526,8 @@ class Courier:
         flags = self.ending.flags()
         if now - self.stepped > self._timing.stall and not self.ending.done:
             flags |= Flags.STALLED
+        if peer in self._near:
+            flags |= Flags.READS
         return flags | (Flags.DEAF if self.members.deaf_to(peer, now) else Flags.NONE)
 
     # ---- sending
@@ -515,7 +541,13 @@ class Courier:
     def _header(self, kind: Kind, dest: int, **fields: Any) -> Header:
         now = time.monotonic()
         return Header(
-            kind, self.rank, dest, progress=self.gradients, flags=self._flags(dest, now), **fields
+            kind,
+            self.rank,
+            dest,
+            progress=self.gradients,
+            flags=self._flags(dest, now),
+            slower=self.slower,
+            **fields,
         )
 
     def _post(self, peer: int, message: Message) -> None:
@@ -544,9 +576,12 @@ class Courier:
 
     def _send_frame(self, header: Header, buffer: Buffer) -> None:
         header.dtype = DTYPE_CODES[self.shadow.dtype]
-        self._send(header, buffer)
+        header.slot = buffer.slot
+        self._send(header, buffer, size=HEADER_BYTES + buffer.value.nbytes)
 
-    def _send(self, header: Header, letter: Letter | None = None) -> None:
+    def _send(
+        self, header: Header, letter: Letter | None = None, *, size: int = HEADER_BYTES
+    ) -> None:
         if self._lose is not None and self._lose(header):
             self.counters["lost"] += 1
             return
@@ -557,5 +592,6 @@ class Courier:
         self.links[header.dest].sent = time.monotonic()
         if self.transport.send(header.dest, letter):
             self.counters["frames_sent"] += 1
-            self.counters["bytes_sent"] += len(letter.frame)
+            self.counters["bytes_sent"] += size
+            self.counters["bytes_in_memory"] += size - len(letter.frame)
             self.counters["queue_full"] += letter.waiting

@@ -47,6 +47,7 @@ from loosestep.core.messages.address import bind_host, is_loopback, port_range
 from loosestep.core.messages.directory import Directory, Store
 from loosestep.core.messages.frames import HEADER_BYTES, Flags, Header, Wire, curve_pair
 from loosestep.core.messages.members import State
+from loosestep.core.messages.slots import EdgeSlots, TheirSlots, make_slots, reach, this_host
 from loosestep.core.messages.sockets import Curve, Transport
 from loosestep.core.pending import nothing
 from loosestep.record.format import Kind as Record
@@ -86,9 +87,11 @@ class Mailbox:
         fold_share: float = 0.05,
         gradients: int = 1,
         check: Callable[[], None] = nothing,
+        shared: bool = True,
     ) -> None:
         """`gradients`: how many a step of this rank stands for. `check`: called while peers are
-        waited for, and raises when one of them will not come.
+        waited for, and raises when one of them will not come. `shared`: peers of this host read
+        values in this rank's memory, and it in theirs.
         """
         if rank not in world or len(set(world)) != len(world):
             raise ValueError(
@@ -115,6 +118,7 @@ class Mailbox:
         if tape is not None:
             tape.number(chunk_bytes)
             self._shadow.tape = tape
+        self._neighbours: set[int] = set()  # peers of this host
         session = secrets.token_hex(8)
         largest = self._shadow.largest_chunk_bytes
         wire = Wire(
@@ -136,7 +140,15 @@ class Mailbox:
             directory = Directory(
                 store, f"loosestep/mailbox/{run_id}/{generation}", secret, deadline, check=check
             )
+            here = this_host() if shared else ""
+            own = make_slots(3 * window * len(peers), largest) if here and peers else None
+            if own is not None:
+                undo.callback(own.close)
+            slots: dict[int, EdgeSlots] = {}
+            near: dict[int, TheirSlots] = {}
             card = {
+                "host": here,
+                "memory": own.card() if own is not None else None,
                 "address": transport.address,
                 "layout": layout.hex(),
                 "session": session,
@@ -146,9 +158,18 @@ class Mailbox:
             for peer in peers:
                 theirs = directory.read(peer, card)
                 require_key(theirs["address"][0], secret)
+                if own is not None and theirs["host"] == here:
+                    self._neighbours.add(peer)
+                    first = 3 * window * peers.index(peer)
+                    places = range(first, first + 3 * window)
+                    slots[peer] = EdgeSlots(own, places, self._shadow.dtype)
+                    memory = reach(theirs["memory"])
+                    if memory is not None:
+                        near[peer] = memory
                 wire.meet(peer, theirs["session"])
                 transport.connect(peer, (theirs["address"][0], theirs["address"][1]))
             undo.pop_all()
+        self._own_slots = own
         beat = max(0.25, 0.03 * len(peers))
         self._courier = Courier(
             rank,
@@ -160,6 +181,8 @@ class Mailbox:
             emit=emit,
             lose=lose,
             gradients=gradients,
+            slots=slots,
+            near=near,
             timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
         )
         self._exchanges: dict[int, Pending] = {}
@@ -382,13 +405,32 @@ class Mailbox:
     # ---- costs
 
     @property
+    def least_share(self) -> float:
+        """The smallest share of the model that can travel."""
+        return 1 / self._shadow.chunks
+
+    @property
+    def slower(self) -> float:
+        """By which share communication makes this rank's steps slower: what others are told."""
+        return self._courier.slower
+
+    @slower.setter
+    def slower(self, share: float) -> None:
+        self._courier.slower = share
+
+    def neighbours_slower(self) -> list[float]:
+        """The same of the other ranks of this host that are there."""
+        members = self._courier.members
+        return [members.peers[peer].slower for peer in self._neighbours & members.alive()]
+
+    @property
     def counters(self) -> dict[str, Any]:
         """bytes_sent, exchanges (begun here, completed; in whole models), chunks (landed in
         the shadow), folds, fold_seconds (on the clock), fold_cpu_seconds, cpu_seconds of the communication thread,
         requests repeated, frames that found the queue full and waited, ...
         """
         counted: dict[str, Any] = dict.fromkeys(("bytes_sent", "bytes_received", "chunks"), 0)
-        counted.update(dict.fromkeys(("repeated", "queue_full"), 0))
+        counted.update(dict.fromkeys(("repeated", "queue_full", "bytes_in_memory"), 0))
         counted.update(self._courier.counters, exchanges=round(self._courier.exchanges, 6))
         counted.update(
             folds=self._folds,
@@ -420,6 +462,8 @@ class Mailbox:
             # whether or not it has failed
             self._tell_courier(lambda: setattr(self._courier, "stopping", True))
         self._thread.join()
+        if self._own_slots is not None:
+            self._own_slots.close()
         self._tell(time.monotonic())
         if self._shadow.relay is not None:
             self._shadow.relay.close()

@@ -226,6 +226,15 @@ class ReplayedMailbox:
             "cpu_seconds": 0.0,
         }
 
+    slower = 0.0
+
+    @property
+    def least_share(self) -> float:
+        return 1 / self._shadow.chunks
+
+    def neighbours_slower(self) -> list[float]:
+        return []
+
     def cpu_seconds(self) -> float:
         return 0.0
 

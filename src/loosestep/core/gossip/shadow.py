@@ -31,22 +31,13 @@ from numpy.typing import NDArray
 from loosestep.core.gossip.exchange import Moved, NotFiniteError
 from loosestep.core.gossip.gpu_relay import Relay
 from loosestep.core.messages.frames import HEADER_BYTES
-from loosestep.core.messages.sockets import Letter
+from loosestep.core.messages.slots import Buffer, EdgeSlots
 from loosestep.record.format import Kind, pack, pack_boundary
 
 Array = NDArray[Any]
 Span = slice
 
 SAMPLE_STRIDE = 16  # every 16th number of a difference is enough for the consensus distance
-
-
-@dataclass(slots=True, eq=False)
-class Buffer(Letter):
-    """A chunk's value behind room for its header: sent as it is, and never changed while an edge
-    refers to it.
-    """
-
-    value: Array = field(kw_only=True)
 
 
 @dataclass(slots=True)
@@ -177,10 +168,11 @@ class Shadow:
     def length(self, chunk: int) -> int:
         return self._chunks[chunk].stop - self._chunks[chunk].start
 
-    def read(self, chunk: int, note: bytes = b"") -> Buffer:
-        """A copy of y[chunk]."""
+    def read(self, chunk: int, note: bytes = b"", slots: EdgeSlots | None = None) -> Buffer:
+        """A copy of y[chunk]; in a slot, where one is free."""
         part = self._chunks[chunk]
-        buffer = self._take(part.stop - part.start)
+        length = part.stop - part.start
+        buffer = (slots.take(length) if slots is not None else None) or self._take(length)
         with self.lock:
             self._into(part, buffer.value)
             self._write(note, part.ahead)
@@ -452,6 +444,9 @@ class Shadow:
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back that no edge refers to any more."""
+        if buffer.home is not None:
+            buffer.home.append(buffer.slot)
+            return
         if buffer.value.nbytes == self._whole and len(self._free) < 4 and not buffer.waiting:
             self._free.append(buffer)
 

@@ -35,7 +35,7 @@ VERSION = 2
 HEADER_BYTES = 128
 _CHECK_BYTES = 16
 _NONCE_BYTES = 12
-_LAYOUT = struct.Struct("<16s4sBBBBIIIIQQQQQQQdIf16x")
+_LAYOUT = struct.Struct("<16s4sBBBBIIIIQQQQQQQdIfi12x")
 assert _LAYOUT.size == HEADER_BYTES
 KIND = 21  # where a frame says its kind
 
@@ -78,6 +78,7 @@ class Flags(IntFlag):
     DONE = 4  # it begins no more exchanges
     DRAINED = 8  # and none of its own is unfinished
     HOLDS = 16  # it has the agreed average
+    READS = 32  # it reads values in the receiver's memory
 
 
 class FrameError(Exception):
@@ -92,7 +93,8 @@ class FrameError(Exception):
 @dataclass(slots=True)
 class Header:
     """The fields of a frame. `tag` is the sequence number on the edge, the view or the round;
-    `slower` by which share communication makes the sender's steps slower.
+    `slower` by which share communication makes the sender's steps slower; `slot` where in the sender's
+    memory the value is, for a peer of the same host.
     """
 
     kind: int
@@ -112,6 +114,7 @@ class Header:
     weight: float = 0.0
     flags: int = 0
     slower: float = 0.0
+    slot: int = -1
 
 
 def short(text: bytes) -> int:
@@ -278,6 +281,7 @@ def _values(header: Header) -> tuple[int | float, ...]:
         h.weight,
         h.flags,
         h.slower,
+        h.slot,
     )
 
 

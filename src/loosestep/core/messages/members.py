@@ -36,6 +36,7 @@ class Peer:
     progress: int = 0
     flags: int = 0
     stalled: bool = False
+    slower: float = 0.0
     evicted: bool = False  # gone by our decision: it may still be there and deserves to be told
 
 
@@ -67,12 +68,15 @@ class Members:
         """Everybody who is not gone: alive or suspended."""
         return self.ranks(State.ALIVE, State.SUSPENDED)
 
-    def hear(self, rank: int, now: float, *, progress: int, flags: int) -> bool:
+    def hear(
+        self, rank: int, now: float, *, progress: int, flags: int, slower: float = 0.0
+    ) -> bool:
         """A frame came. True when the peer was suspended and is back."""
         peer = self.peers[rank]
         peer.heard = now
         peer.progress = max(peer.progress, progress)
         peer.flags = flags
+        peer.slower = slower
         stalled = bool(flags & Flags.STALLED)
         if stalled and not peer.stalled:
             self._emit("peer_no_progress", peer=rank, progress=peer.progress)
