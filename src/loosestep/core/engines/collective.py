@@ -193,7 +193,10 @@ class CollectiveEngine:
     def load(self, saved: dict[str, Any]) -> None:
         """The inverse of `save`."""
         self._comm.step = self.state["step"]
-        self._flight = None
+        if self._flight is not None:  # it still writes into the memory that is filled here
+            self._flight.pending.wait()
+            self._replica.staging.receive()
+            self._flight = None
         if saved["flight"] is None:
             return
         fields = dict(saved["flight"])
