@@ -128,6 +128,9 @@ def attach(
             world.pulse.fail(f"rank {world.rank} could not attach: {error}")
         raise
     _attached.add(module)
+    note = chosen.note(world.topology.weights)
+    if note is not None and world.rank == 0:
+        log.warning(note)
     return Run(learner, engine, world=world, hooks=hooks, closed=lambda: _attached.discard(module))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import copy
+import logging
 import signal
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,7 +27,10 @@ from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.plain_torch import plain_torch
 from loosestep.core.replica.shards import local
 from loosestep.core.world import World
+from loosestep.events import Totals
 from loosestep.record.recorder import digest_of
+
+log = logging.getLogger("loosestep")
 
 VERSION = 1
 
@@ -67,6 +72,8 @@ class Run:
         )
         self._exit = partial(_call_weakly, weakref.WeakMethod(self._at_exit))
         atexit.register(self._exit)
+        totals = self.trace.totals if world.topology.world > 1 else None
+        self._reminder = weakref.finalize(self, _remind, world.rank, totals)
 
     def observe(self, loss: torch.Tensor | float) -> None:
         """Feed the schedule and the metrics with a training loss. Costs no synchronisation."""
@@ -323,6 +330,7 @@ class Run:
             signal.signal(number, handler)
         self._handlers.clear()
         atexit.unregister(self._exit)
+        self._reminder.detach()
         self._closed()
 
     def _let_go(self) -> None:
@@ -333,6 +341,7 @@ class Run:
         self._learner.replica.let_go()
 
     def _at_exit(self) -> None:
+        self._reminder()
         self._break(f"rank {self.rank} ended its process without run.finish()", culprit=None)
 
     def _require_active(self) -> None:
@@ -346,6 +355,17 @@ def _spell(error: BaseException) -> str:
 
 def _culprit(error: BaseException) -> int | None:
     return error.rank if isinstance(error, LostPeer) else None
+
+
+def _remind(rank: int, totals: Totals | None) -> None:
+    """At the end of the process, or when the run is thrown away; but not after an exception."""
+    if totals is not None and totals.steps and not hasattr(sys, "last_value"):
+        log.warning(
+            "rank %s has ended without run.finish(): its parameters are those of its own training, "
+            "not what all ranks have learned, and they differ between ranks. Call run.finish() "
+            "before saving, or train inside `with loosestep.attach(...) as run:`",
+            rank,
+        )
 
 
 def _call_weakly(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -219,6 +219,19 @@ class Strategy(Generic[Asks]):
         several = len(ranks_of_nodes) > 1 and max(ranks_of_nodes) > 1
         return replace(self, replica="node" if several or self.parts_nodes else "rank")  # type: ignore[call-arg]
 
+    def note(self, ranks_of_nodes: Sequence[int]) -> str | None:
+        """What the user should know of this strategy on such nodes: that it has nothing to do."""
+        ranks = sum(ranks_of_nodes)
+        if ranks == 1:
+            return f"one rank: {self} has nobody to exchange with, so this is plain training"
+        if self.learner == "node" and len(ranks_of_nodes) == 1:
+            return (
+                f"all {ranks} ranks are on one node, which is one learner to {self}: it has no "
+                "other node to exchange with, so this is plain synchronous training. Start more "
+                "nodes, or say with topology= which ranks are on which"
+            )
+        return None
+
     def period_at(self, state: State) -> int | None:
         """The steps between exchanges at present; None without a period."""
         return None

@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from loosestep.core.contracts import Vector
 from loosestep.core.pending import nothing
@@ -101,8 +103,10 @@ class Replica:
             for dtype in dict.fromkeys(p.dtype for p in trainable)
         ]
         buffers = list(persistent_buffers(model))
-        self._floating = [buffer for buffer in buffers if buffer.now.is_floating_point()]
-        self._counting = [buffer for buffer in buffers if not buffer.now.is_floating_point()]
+        fixed = {id(buffer.now) for buffer in unit_vectors(model)}
+        self._floating = [b for b in buffers if id(b.now) not in fixed and _has_mean(b.now)]
+        averaged = {id(buffer.now) for buffer in self._floating}
+        self._counting = [buffer for buffer in buffers if id(buffer.now) not in averaged]
         self._model = model
         self._places = list(places(model))
         self.sharded = stage is not None or any(is_dtensor(param) for param in model.parameters())
@@ -421,6 +425,26 @@ def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         for name, param in module._parameters.items():
             if param is not None:
                 yield module, name, param
+
+
+def _has_mean(buffer: torch.Tensor) -> bool:
+    """Not whole numbers, and not what holds infinities, as masks of attention do."""
+    return buffer.is_floating_point() and bool(local(buffer).isfinite().all())
+
+
+def unit_vectors(model: nn.Module) -> Iterator[Buffer]:
+    """What spectral norms and other parametrisations keep of a weight: no statistics, and their
+    mean is not of unit length.
+    """
+    for module in model.modules():
+        if isinstance(module, ParametrizationList):
+            for part in module.modules():
+                yield from (
+                    Buffer(part, name) for name, b in part._buffers.items() if b is not None
+                )
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield from (Buffer(module, f"{hook.name}_{which}") for which in "uv")
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[Buffer]:
