@@ -187,17 +187,15 @@ def test_ranks_die_with_a_launcher_that_is_killed() -> None:
 
 def test_stop_asks_first() -> None:
     command = python("""
-        import signal
-        try:
-            print("ready")
-            signal.pause()
-        except KeyboardInterrupt:
-            print("good bye")
+        import signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("good bye"))
+        print("ready")
+        signal.pause()
     """)
     with launch.start(command) as job:
         job.ranks[0].expect("ready")
         job.stop()
-    assert job.ranks[0].returncode == 0
+    assert job.ranks[0].returncode == 1
     assert job.ranks[0].output == ["ready", "good bye"]
 
 

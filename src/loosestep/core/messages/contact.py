@@ -197,7 +197,7 @@ class FirstContact:
         ranks = f"rank(s) {', '.join(map(str, absent()))}" if late or now > self._tell else ""
         if late:
             raise TimeoutError(
-                f"{ranks} did not call loosestep.attach within {self._patience:.3g} s, at "
+                f"{ranks} did not call loosestep.attach within {self._patience:.2g} s, at "
                 f"{self._party.where}; every rank must attach the same model, with the same key "
                 "(raise deadline= if they only start late)"
             )

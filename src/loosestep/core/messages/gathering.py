@@ -300,7 +300,7 @@ def _find(
         time.sleep(pause)
         pause = min(1.5 * pause, 0.5)
     raise TimeoutError(
-        f"rank(s) 0 did not call loosestep.attach within {patience:.3g} s, at {rendezvous} ({why}). "
+        f"rank(s) 0 did not call loosestep.attach within {patience:.2g} s, at {rendezvous} ({why}). "
         "Did it start, and does MASTER_ADDR name its host as this one can reach it?"
     )
 
