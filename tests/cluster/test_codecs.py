@@ -115,6 +115,63 @@ def check(ends: list[dict[str, Any]]) -> None:
     assert all(torch.equal(other, whole[0]) for other in whole)
 
 
+def descend(
+    rank: int, spec: str, topology: list[list[int]], steps: int, size: int = 101
+) -> dict[str, Any]:
+    """Gradients that every rank makes up; on the fourth step rank 2 has an infinite one, which is
+    skipped as a GradScaler would. Rank 1 makes fewer steps.
+    """
+    model, optimizer, run = attached(spec, topology, size, torch.float64)
+    chance = torch.Generator().manual_seed(rank)
+    made = torch.zeros(size, dtype=torch.float64)
+    used = torch.zeros(size, dtype=torch.float64)
+    with run:
+        for step in range(steps - (steps // 3 if rank == 1 else 0)):
+            gradient = torch.randn(size, generator=chance, dtype=torch.float64).pow(3)
+            optimizer.zero_grad()
+            model(gradient * (torch.inf if step == 3 and rank == 2 else 1)).backward()
+            assert bool(model.w.grad.isfinite().all()) == (step != 3)
+            if step != 3:
+                made += gradient
+                used += model.w.grad
+                optimizer.step()
+        codes = run.state["gradients"]
+    return {
+        "made": made,
+        "used": used,
+        "x": model.w.detach().clone(),
+        "feedback": float(codes["feedback"][0].sum()),
+        "owed": float(codes["owed"][0].sum()),
+    }
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8:block=16", "(qsgd:levels=20,block=64)"])
+@pytest.mark.parametrize("topology", [APART, GRID, UNEVEN], ids=["apart", "grid", "uneven"])
+def test_what_codes_of_gradients_lose_is_used_later(topology: list[list[int]], codec: str) -> None:
+    ends = ranks(4, descend, spec=f"allreduce:codec={codec}", topology=topology, steps=60)
+    made = sum(end["made"] for end in ends)
+    feedback = sum(end["feedback"] for end in ends)
+    # while rank 1 was away a mean was of three: what is owed then counts three times, not four
+    used = ends[0]["used"]
+    assert all(torch.equal(end["x"], ends[0]["x"]) for end in ends)
+    assert feedback != 0
+    weighted = 4 * ends[1]["used"] + 3 * (used - ends[1]["used"])
+    assert (weighted - made).norm() < 0.05 * made.norm()
+
+
+def test_nothing_of_gradients_is_lost() -> None:
+    ends = ranks(4, descend_together, spec="allreduce:codec=int8:block=16", steps=300)
+    made = sum(float(end["made"].sum()) for end in ends)
+    kept = sum(end["feedback"] for end in ends) + 4 * sum(end["owed"] for end in ends)
+    assert 4 * float(ends[0]["used"].sum()) + kept == pytest.approx(made, rel=0, abs=1e-10)
+    assert kept != 0
+
+
+def descend_together(rank: int, spec: str, steps: int) -> dict[str, Any]:
+    """Every rank makes all steps."""
+    return descend(rank + (10 if rank == 1 else 0), spec, APART, steps)
+
+
 def count(rank: int, spec: str) -> tuple[int, float]:
     """The bytes that an exchange sends to other nodes, and what stays of the values."""
     model, _, run = attached(spec, APART, 1 << 18, torch.float32)

@@ -29,6 +29,7 @@ SPECS = [
     "daso:period=3,delay=1,warmup=2,cooldown=3,total=13,codec=(qsgd:levels=100,block=64)",
     "daso-paper:period=2,codec=bf16",
     "delay-by-one:codec=int8",
+    "allreduce:codec=int8",
 ]
 
 

@@ -53,6 +53,17 @@ class Coded:
 
 
 @dataclass
+class Codes:
+    """How a parcel of gradients travels between nodes in codes: the first `values` of it, as number
+    `number` of those that `coded` keeps something for. What was lost is kept["feedback"].
+    """
+
+    coded: Coded
+    number: int
+    values: int
+
+
+@dataclass
 class Offer:
     """What a replica puts into an exchange. `vector` and `buffers` are overwritten by the result.
 
@@ -126,6 +137,10 @@ class Parcel(Protocol):
     @property
     def flat(self) -> torch.Tensor:
         """Memory of its own, for ways of travelling that need it."""
+
+    @property
+    def codes(self) -> Codes | None:
+        """How it travels between nodes; None: as it is."""
 
     def pack(self, into: torch.Tensor) -> None:
         """Write what is to be averaged into a flat tensor."""

@@ -26,6 +26,5 @@ class AllReduce(Strategy[Exchanges]):
         return "world"
 
     @property
-    def codecs(self) -> list[str]:
-        """None so far."""
-        return []
+    def moves_in(self) -> None:
+        """Its replicas are equal: only gradients travel."""

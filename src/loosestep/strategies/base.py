@@ -170,6 +170,11 @@ class Strategy(Generic[Asks]):
         return None if self.codec is None else named_codec(self.codec)
 
     @property
+    def gradients_in(self) -> Codec | None:
+        """The codec of gradients where they are averaged between nodes."""
+        return None if self.codec is None or not self.spans_world else named_codec(self.codec)
+
+    @property
     def learner(self) -> Scope:
         """Whose ranks hold the same parameters."""
         if self.replica == "auto":

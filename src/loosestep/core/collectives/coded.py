@@ -12,6 +12,7 @@ and `x <- x + theta' - (theta + q)`. Gradients have no x for it to stay in: it i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +67,8 @@ class Sums:
         self.grain = lane.size
         self._weights = [1] * lane.size if weights is None else list(weights)
         self._total = total
+        self._owed = torch.empty(0)
+        self._left = torch.empty(0)
 
     def meet(self, values: torch.Tensor, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Values of this member as they were sent, and the mean `sum_j weights[j] sent_j / total` in codes, the same bits
@@ -91,15 +94,21 @@ class Sums:
         back = self._memory("back", 1, count, values)
         seed = self._seed(begin, members + lane.index)
         codec.encode(chunk.view(1, count), back, seed=seed)
-        torch.sub(chunk, codec.decode(back, sent[:count].view(1, count)).view(count), out=owed)
+        self._left = chunk.sub_(codec.decode(back, sent[:count].view(1, count)).view(count))
+        self._owed = owed
         codec.decode(_gather(lane, back), mean.view(members, count))
         codec.decode(codes, sent.view(members, count))
         return sent, mean
+
+    def owe(self) -> None:
+        """What the last mean was rounded by is owed from now on."""
+        self._owed.copy_(self._left)
 
     def advance(
         self, begin: int, mean: torch.Tensor, outer: Advance | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The reference of a unit goes on; where it is now, and by how much it has moved."""
+        self.owe()
         there = _there(self._coded.reference, self._number, mean.device)[
             begin : begin + mean.numel()
         ]
@@ -197,6 +206,22 @@ def average_through_nodes(
         columns.copy_(goal.sub_(columns))
         spread += float(torch.linalg.vector_norm(columns)) ** 2
     return spread
+
+
+def average_with_feedback(flat: torch.Tensor, sums: Sums, feedback: torch.Tensor) -> None:
+    """Overwrite a member's gradients with the mean of all; what its codes lose, now and before, is
+    its `feedback`, which it adds. A mean that is not finite, which a GradScaler skips, is not
+    remembered.
+    """
+    length = max(UNIT // sums.grain, 1) * sums.grain
+    for begin, piece in zip(range(0, flat.numel(), length), flat.split(length), strict=True):
+        left = feedback[begin : begin + piece.numel()]
+        values = sums.scratch.take("moved", piece.numel(), left).copy_(piece).add_(left)
+        sent, mean = sums.meet(values, begin)
+        piece.copy_(mean)
+        if math.isfinite(float(mean.sum())):
+            torch.sub(values, sent, out=left)
+            sums.owe()
 
 
 def _there(vector: list[torch.Tensor], number: int, device: torch.device) -> torch.Tensor:

@@ -24,6 +24,7 @@ from loosestep.core.collectives.coded import (
     Sums,
     average_row,
     average_through_nodes,
+    average_with_feedback,
     begin_codes,
 )
 from loosestep.core.collectives.gloo import Channel, ordered_sum
@@ -31,6 +32,7 @@ from loosestep.core.collectives.groups import Channels, have
 from loosestep.core.collectives.ring import WIDE
 from loosestep.core.contracts import (
     Coded,
+    Codes,
     Invitation,
     Kind,
     Landed,
@@ -125,6 +127,7 @@ class Collective:
         self.members = len(nodes.nodes)
         self.own = (0, 1) if shards else (self._x.node.row(lanes), lanes)
         self._scratch = Scratch()
+        self._gradient_scratch = Scratch()  # of another thread
         self._g: Channels | None = None
         if averages_gradients:
             near = reach is not None and reach.gradients and len(mates) > 1 and reach.apart(mates)
@@ -518,10 +521,44 @@ class Collective:
                 flat.div_(self._contributors)
         elif self._inside(scope) and node.fits(parcel.flat):
             node.through_memory(parcel, self._contributors)
+        elif parcel.codes is not None and not self._inside(scope):
+            self._carry_in_codes(parcel, parcel.codes)
         else:
             parcel.pack(parcel.flat)
             divisor = self._reduce(parcel.flat, scope)
             parcel.unpack([parcel.flat], divisor)
+
+    def _carry_in_codes(self, parcel: Parcel, codes: Codes) -> None:
+        """Gradients in codes; what rides behind them, whole numbers, as it is."""
+        flat = parcel.flat
+        parcel.pack(flat)
+        behind = flat[codes.values :]
+        padding = -behind.numel() % self._nodes.multiple
+        riders = torch.nn.functional.pad(behind, (0, padding))
+        behind.zero_()
+        self._reduce(riders, "world")
+        node = self._channels.node
+        row, rows = self.own
+        shards = flat.view(rows, -1)
+        mine = shards[row]
+        members = self.present
+        if self._shards:
+            members = list(set(self.present) & set(have(self._channels.lane).ranks))
+        elif node.size > 1:
+            mine.copy_(node.part(flat, rows))
+        if self._channels.lane is not None:
+            total = len(members)
+            coded = codes.coded
+            lane = self._channels.lane
+            sums = Sums(
+                coded, codes.number, lane, weights=None, total=total, scratch=self._gradient_scratch
+            )
+            average_with_feedback(mine, sums, coded.kept["feedback"][codes.number])
+            coded.kept["rounds"] += 1
+        if node.size > 1 and not self._shards:
+            node.share(shards)
+        behind.copy_(riders[: behind.numel()])
+        parcel.unpack([flat], 1)
 
     def _enter(self, scope: Scope, checksum: float) -> None:
         self._await_order()

@@ -44,7 +44,7 @@ from loosestep.strategies import Exchanges, Strategy
 from loosestep.topology import Topology
 
 log = logging.getLogger("loosestep")
-OWN = ("outer", "codes")  # of the strategy's state, what only exchanges change
+OWN = ("outer", "codes", "gradients")  # of the strategy's state, what only exchanges change
 
 
 @dataclass
@@ -75,6 +75,11 @@ class CollectiveEngine:
         align(learner, comm, world.topology)
         self._codec = None if comm.members == 1 else self._strategy.moves_in
         part = comm.part if self._codec is None else comm.own
+        if self._strategy.codec is not None and comm.members == 1:
+            log.warning(
+                "codec=%s changes nothing here: all ranks are on one node and share its memory",
+                self._strategy.codec,
+            )
         self._strategy.prepare(self.state, self._replica, part)
         if self._codec is not None:
             self.state["codes"] = self._agree(*comm.own)
@@ -88,6 +93,10 @@ class CollectiveEngine:
                 worked=world.worked,
                 late=learner.inside != "plain",
             )
+            if comm.members > 1 and self._strategy.gradients_in is not None:
+                feedback = self.averager.rows(comm.own[1])
+                self.state["gradients"] = {**comm.agree(feedback), "feedback": feedback}
+                self.averager.encode(self._coded_gradients)
         comm.learn_order(self._sums())
 
     def _sums(self) -> Iterable[tuple[int, torch.dtype]]:
@@ -333,6 +342,12 @@ class CollectiveEngine:
         kept = self.state["codes"]
         theirs = self._strategy.reference(self.state)
         return Coded(self._codec, kept, kept["reference"] if theirs is None else theirs)
+
+    def _coded_gradients(self) -> Coded:
+        """How gradients travel between nodes."""
+        codec = self._strategy.gradients_in
+        assert codec is not None
+        return Coded(codec, self.state["gradients"], [])
 
     def _offer(
         self,

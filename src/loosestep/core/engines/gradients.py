@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from loosestep.core.collectives.gloo import ordered_sum
-from loosestep.core.contracts import Comm, Parcel, Scope
+from loosestep.core.contracts import Coded, Codes, Comm, Parcel, Scope
 from loosestep.core.errors import CommError
 from loosestep.core.pending import Pending, nothing
 from loosestep.core.replica.shards import local
@@ -44,6 +44,7 @@ class Plain:
 
     flat: torch.Tensor
     flags: None = None
+    codes: None = None
 
     def pack(self, into: torch.Tensor) -> None:
         """As it is."""
@@ -68,6 +69,7 @@ class Bucket:
         self.sizes = [local(param).numel() for param in params]
         self.padding = -(sum(self.sizes) + len(params)) % multiple
         self.padded = sum(self.sizes) + len(params) + self.padding
+        self.codes: Codes | None = None
         self.missing = set(map(id, self.params))  # which have no gradient of this backward yet
         self.sent: Pending[None] | None = None
         self.done = 1.0  # the share of a backward that has produced this bucket and those before it
@@ -226,6 +228,7 @@ class Blank:
         self._bucket = bucket
         self._dtype = bucket.params[0].dtype
         self.flags = Plain(torch.zeros_like(bucket.flags.flat))
+        self.codes = bucket.codes
 
     @cached_property
     def flat(self) -> torch.Tensor:
@@ -287,6 +290,7 @@ class GradientAverager:
         self._waited = waited
         self._worked = worked
         self._buckets = make_buckets(params, multiple)
+        self._coded: Callable[[], Coded | None] = lambda: None
         self._home = {id(param): bucket for bucket in self._buckets for param in bucket.params}
         self._paused = 0
         self._open: Scope | None = None
@@ -302,6 +306,17 @@ class GradientAverager:
             p.register_post_accumulate_grad_hook(ready) for p in params
         ]
 
+    def encode(self, coded: Callable[[], Coded]) -> None:
+        """From now on gradients travel between nodes as `coded()` says."""
+        self._coded = coded
+        self._look_up_codes()
+
+    def _look_up_codes(self) -> None:
+        coded = self._coded()
+        if coded is not None:
+            for number, bucket in enumerate(self._buckets):
+                bucket.codes = Codes(coded, number, sum(bucket.sizes))
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients accumulate locally; the next backward outside averages the sum."""
@@ -313,6 +328,7 @@ class GradientAverager:
 
     def blank_parcels(self) -> Iterable[Parcel]:
         """Zeros in the shape of every bucket, in order."""
+        self._look_up_codes()
         return map(Blank, self._buckets)
 
     def check_step(self) -> None:
@@ -359,6 +375,14 @@ class GradientAverager:
             bucket.sent = None
             bucket.missing.update(map(id, bucket.params))
 
+    def rows(self, rows: int) -> list[torch.Tensor]:
+        """Zeros in the shape of one of so many rows of every bucket, for what codes lose."""
+        wide = [torch.promote_types(b.params[0].dtype, torch.float32) for b in self._buckets]
+        return [
+            torch.zeros(bucket.padded // rows, dtype=dtype)
+            for bucket, dtype in zip(self._buckets, wide, strict=True)
+        ]
+
     def lengths(self) -> Iterable[tuple[int, torch.dtype]]:
         """Of the longest and the shortest bucket: so long are the vectors that are added up."""
         for pick in (min, max):
@@ -399,6 +423,7 @@ class GradientAverager:
         if self._open is not None:
             return  # the round of a backward that raised
         self.backwards += 1
+        self._look_up_codes()  # a state may have been loaded
         self._open = self._scope()
         if self._open != "rank":
             self._comm.open_round(self._open, self._buckets[0].checksum or 0.0)
