@@ -327,6 +327,7 @@ class VirtualMailbox:
         return {
             **counted,
             **self._counters,
+            "exchanges": round(self._exchanged, 6),
             "fold_seconds": 0.0,
             "fold_cpu_seconds": 0.0,
             "rejected": {},
