@@ -9,7 +9,7 @@ who is gone is known `NOTICED` seconds after its death, how many steps the other
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.ending import average
-from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError
+from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError, pull_of
 from loosestep.core.gossip.loop import KEPT_ROUNDS
 from loosestep.core.gossip.mailbox import in_flight, spread
 from loosestep.core.gossip.peer import Pending, Rota, Transfer
@@ -111,7 +111,9 @@ class Peers:
         if not boxes or not all(box.drained for box in boxes):
             return
         first = boxes[0]
-        result = mean_of(first.shadow, {box.rank: box.shadow.flat() for box in boxes})
+        result = mean_of(
+            first.shadow, {box.rank: box.shadow.flat() for box in boxes}, first.weights
+        )
         waited_for = {box.rank for box in boxes}
         for box in boxes:
             box.done = False  # a mailbox settles once
@@ -143,7 +145,7 @@ class VirtualMailbox:
         params: Sequence[torch.Tensor],
         emit: Callable[..., None],
         deadline: float,
-        gradients: int = 1,
+        gradients: Mapping[int, int] | None = None,
         **_: Any,
     ) -> None:
         self.rank = rank
@@ -155,7 +157,8 @@ class VirtualMailbox:
         self.shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=False)
         self.message_bytes = HEADER_BYTES + self.shadow.size * self.shadow.dtype.itemsize
         self.steps = 0
-        self.per_step = gradients
+        self.weights = gradients or dict.fromkeys(members, 1)
+        self.per_step = self.weights[rank]
         self.closed = False
         self.done = False
         self._network = peers
@@ -250,8 +253,12 @@ class VirtualMailbox:
             for rank in sorted(values):
                 theirs = self.shadow.slice(chunk, values[rank])
                 self.shadow.move(
-                    chunk, neighbours[rank], mine=mine, theirs=theirs, snapshot=self.shadow.steps
-                )  # fmt: skip
+                    chunk,
+                    neighbours[rank] * pull_of(self.per_step, self.weights[rank]),
+                    mine=mine,
+                    theirs=theirs,
+                    snapshot=self.shadow.steps,
+                )
 
     # ---- who is there
 
@@ -291,7 +298,7 @@ class VirtualMailbox:
     def consensus(self, timeout: float | None = 60.0) -> Array:
         """The flat mean of all live shadows, each read when the question reaches it."""
         values = self._fetch(set(self._alive), lambda box: box.ask_shadow(self.rank), timeout)
-        return mean_of(self.shadow, {**values, self.rank: self.shadow.flat()})
+        return mean_of(self.shadow, {**values, self.rank: self.shadow.flat()}, self.weights)
 
     def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
         """Wait until every live rank has finished too, answering meanwhile; then all hold the
@@ -426,7 +433,8 @@ class VirtualMailbox:
 
     def _edge(self, peer: int) -> Edge:
         if peer not in self._edges:
-            self._edges[peer] = Edge(self.shadow, self._window)
+            pull = pull_of(self.per_step, self.weights[peer])
+            self._edges[peer] = Edge(self.shadow, self._window, pull=pull)
         return self._edges[peer]
 
     def _pump(self, peer: int) -> None:
@@ -488,11 +496,10 @@ class VirtualMailbox:
             self._pump(peer)
 
 
-def mean_of(shadow: Shadow, values: dict[int, Array]) -> Array:
+def mean_of(shadow: Shadow, values: dict[int, Array], weights: Mapping[int, int]) -> Array:
     """The mean in rank order, chunk by chunk as everywhere."""
     out = np.empty(shadow.size, dtype=shadow.dtype)
     for chunk in range(shadow.chunks):
-        average(
-            shadow, chunk, {rank: shadow.slice(chunk, value) for rank, value in values.items()}, out
-        )
+        parts = {rank: shadow.slice(chunk, value) for rank, value in values.items()}
+        average(shadow, chunk, parts, out, weights)
     return out

@@ -43,6 +43,26 @@ def test_a_step_of_a_node_counts_the_gradients_of_its_ranks() -> None:
     assert seen[0][-1] > 30
 
 
+def pull_apart(rank: int, spec: str) -> float:
+    """Learn two steps of -2 on rank 3, nothing elsewhere; the end."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(8))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with loosestep.attach(model, optimizer, spec, deadline=20):
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model[0].sum() * (2.0 if rank == 3 else 0.0)).backward()
+            optimizer.step()
+    return float(model[0][0])
+
+
+@pytest.mark.parametrize("spec", ["adpsgd:replica=node", "adpsgd:replica=node,lockstep=true"])
+def test_a_node_weighs_as_much_as_its_ranks(spec: str) -> None:
+    """The mean of four ranks, one of which has learned -4, not the mean of two nodes."""
+    topology = Topology([[0, 1, 2], [3]])
+    done = simulate(lambda rank: pull_apart(rank, spec), ranks=4, topology=topology)
+    assert done.results == [pytest.approx(-1.0)] * 4
+
+
 def test_the_momentum_of_a_state_that_was_loaded_after_attach_is_averaged() -> None:
     shared, local = (
         simulate(lambda rank, spec=spec: train(rank, spec, 10, reload=True), ranks=2).results

@@ -14,6 +14,7 @@ from loosestep.core.messages.members import Members, State
 
 N = 4
 CHUNKS = 2
+ONES = dict.fromkeys(range(N), 1)
 
 
 class Rank:
@@ -26,7 +27,7 @@ class Rank:
         self.members = Members(
             peers, now=0.0, suspend=1e9, deadline=1e9, emit=lambda kind, **fields: None
         )
-        self.ending = Ending(rank, self.shadow, self.members, retry=1.0)
+        self.ending = Ending(rank, self.shadow, self.members, retry=1.0, weights=ONES)
         self.ending.done = True
 
 

@@ -244,7 +244,7 @@ def test_global_steps_count_everybody_and_keep_the_dead():
 
 
 def test_a_step_may_stand_for_several_gradients():
-    with cluster(2, gradients=3) as c:
+    with cluster(2, gradients={0: 3, 1: 3}) as c:
         for rank in range(2):
             for _ in range(5):
                 step(c.boxes[rank], c.params[rank])

@@ -72,7 +72,7 @@ class GossipEngine:
                 emit=self._news.hear,
                 tape=learner.tape.writer,
                 fold_share=self._fold_share,
-                gradients=group.mates,
+                gradients=group.gradients,
             )
 
         group.open(opens, self.join)

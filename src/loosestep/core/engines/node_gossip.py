@@ -86,6 +86,7 @@ class NodeGroup:
         # Local ranks beyond the last lane have nobody to talk to; they listen to what its ranks
         # say.
         self.members = list(topology.lane(min(self._shard, self._lanes - 1)))
+        self.gradients = {rank: len(topology.mates(rank)) for rank in self.members}
         self._common = learner.replica
         if learner.replica.sharded:
             self._common = Replica(

@@ -33,7 +33,7 @@ class Group(Protocol):
     """A learner, as one of its ranks sees it.
 
     `members`: the ranks that this one gossips with, itself included, one of each learner; `place`:
-    which of them speaks for this learner. `mates`: how many gradients a step of this learner stands
+    which of them speaks for this learner. `gradients`: how many a step of each member stands
     for. `shares`: whether its ranks share what has landed at every boundary. `mailbox` is None
     where this rank has nobody to talk to, and after the end.
     """
@@ -42,7 +42,7 @@ class Group(Protocol):
     mailbox: GossipMailbox | None
     members: list[int]
     place: int
-    mates: int
+    gradients: dict[int, int]
     shares: bool
 
     def open(self, opens: Opens, join: Callable[[Invitation], None]) -> None:
@@ -96,11 +96,11 @@ class RankGroup:
 
     averager: GradientAverager | None = None
     mailbox: GossipMailbox | None = None
-    mates = 1
     shares = False
 
     def __init__(self, learner: Learner, world: World, strategy: GossipPlan) -> None:
         self.members = list(range(world.topology.world))
+        self.gradients = dict.fromkeys(self.members, 1)
         self.place = world.rank
         self._learner = learner
         self._world = world

@@ -15,7 +15,7 @@ it answered first, and the old copy is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,16 @@ class Ending:
     shadow it reads.
     """
 
-    def __init__(self, rank: int, shadow: Shadow, members: Members, *, retry: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        shadow: Shadow,
+        members: Members,
+        *,
+        retry: float,
+        weights: Mapping[int, int],
+    ) -> None:
+        self._weights = weights
         self._rank = rank
         self._shadow = shadow
         self._members = members
@@ -121,7 +130,7 @@ class Ending:
     def _average(self, chunk: int, values: Answers) -> None:
         assert self.result is not None
         mine = self._shadow.read(chunk, pack_readings(Record.FINAL, chunk, values.serials)).value
-        average(self._shadow, chunk, {**values, self._rank: mine}, self.result)
+        average(self._shadow, chunk, {**values, self._rank: mine}, self.result, self._weights)
 
     def answer(self, topic: int, view: int, chunk: int, note: bytes = b"") -> Array | None:
         """The value to send for an ASK; None when there is none to give. `note`: written down if
@@ -142,10 +151,12 @@ class Ending:
         return self._shadow.read(chunk, note).value
 
 
-def average(shadow: Shadow, chunk: int, values: dict[int, Array], out: Array) -> None:
-    """out[chunk] <- mean of the values, summed in rank order in float64."""
+def average(
+    shadow: Shadow, chunk: int, values: dict[int, Array], out: Array, weights: Mapping[int, int]
+) -> None:
+    """out[chunk] <- weighted mean of the values, summed in rank order in float64."""
     total = np.zeros(shadow.length(chunk), dtype=np.float64)
     for rank in sorted(values):
-        total += values[rank]
-    np.divide(total, len(values), out=total)
+        total += values[rank] if weights[rank] == 1 else weights[rank] * values[rank]
+    np.divide(total, sum(weights[rank] for rank in values), out=total)
     shadow.slice(chunk, out)[:] = total

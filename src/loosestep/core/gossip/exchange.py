@@ -102,6 +102,12 @@ class Doubt:
     estimate: float = 0.0
 
 
+def pull_of(mine: int, theirs: int) -> float:
+    """How far an end moves that stands for so many gradients: the heavier one less, so that
+    n_i w_i = n_j w_j and the mean weighted by n is untouched, and never more than the weight."""
+    return min(1.0, theirs / mine)
+
+
 @dataclass(slots=True)
 class _Chunk:
     seen: int = 0
@@ -120,8 +126,16 @@ class Edge:
     """
 
     def __init__(
-        self, shadow: Vector, window: int, *, peer: int = 0, slots: EdgeSlots | None = None
+        self,
+        shadow: Vector,
+        window: int,
+        *,
+        peer: int = 0,
+        pull: float = 1.0,
+        slots: EdgeSlots | None = None,
     ) -> None:
+        """`pull`: how far this end moves, as a part of an exchange's weight; see `pull_of`."""
+        self._pull = pull
         self.window = window
         self._peer = peer
         self.pending = 0
@@ -220,11 +234,11 @@ class Edge:
         pair.weight = min(pair.weight, message.weight)
         moved = self._shadow.move(
             message.chunk,
-            pair.weight,
+            pair.weight * self._pull,
             mine=pair.buffer.value,
             theirs=message.value,
             snapshot=pair.snapshot,
-            note=pack(Record.FOLD, self._peer, message.chunk, message.q, pair.weight),
+            note=pack(Record.FOLD, self._peer, message.chunk, message.q, pair.weight * self._pull),
         )
         pair.moved = moved.total
         self.square += 0.1 * (moved.square - self.square) if self.applied else moved.square

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loosestep.core.gossip.ending import Ending, average
-from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError
+from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError, pull_of
 from loosestep.core.gossip.fetch import Answers, Fetch
 from loosestep.core.gossip.peer import Link, Pending, Timing, Transfer
 from loosestep.core.gossip.shadow import Shadow
@@ -61,7 +61,7 @@ class Courier:
         window: int,
         timing: Timing,
         emit: Callable[..., None],
-        gradients: int = 1,
+        gradients: Mapping[int, int],
         lose: Callable[[Header], bool] | None = None,
         slots: dict[int, EdgeSlots] | None = None,
         near: dict[int, TheirSlots] | None = None,
@@ -80,10 +80,19 @@ class Courier:
             peers, now=now, suspend=timing.suspend, deadline=timing.deadline, emit=emit
         )
         self.links = {
-            peer: Link(Edge(shadow, window, peer=peer, slots=slots.get(peer))) for peer in peers
+            peer: Link(
+                Edge(
+                    shadow,
+                    window,
+                    peer=peer,
+                    pull=pull_of(gradients[rank], gradients[peer]),
+                    slots=slots.get(peer),
+                )
+            )
+            for peer in peers
         }
         self.slower = 0.0  # by which share communication makes this rank's steps slower
-        self.ending = Ending(rank, shadow, self.members, retry=timing.retry)
+        self.ending = Ending(rank, shadow, self.members, retry=timing.retry, weights=gradients)
         self.counters: Counter[str] = Counter()
         self.exchanges = 0.0  # begun here and completed, in whole models
         self.rejected: Counter[str] = Counter()
@@ -98,7 +107,8 @@ class Courier:
         self._timing = timing
         self._emit = emit
         self._lose = lose
-        self._per_step = gradients
+        self._weights = gradients
+        self._per_step = gradients[rank]
         self._rounds: dict[int, Array] = {}
         self._parked: dict[int, set[tuple[int, int]]] = {}
         self.evicted_by: set[int] = set()
@@ -252,7 +262,7 @@ class Courier:
     def consensus(self, out: Array, pending: Pending) -> None:
         def use(chunk: int, values: Answers) -> None:
             mine = self.shadow.read(chunk, pack_readings(Record.MEAN, chunk, values.serials)).value
-            average(self.shadow, chunk, {**values, self.rank: mine}, out)
+            average(self.shadow, chunk, {**values, self.rank: mine}, out, self._weights)
 
         self._fetch_count += 1
         self._open(Topic.SHADOW, self._fetch_count, self.members.alive(), use, pending)
@@ -266,10 +276,12 @@ class Courier:
         def use(chunk: int, values: Answers) -> None:
             mine = self.shadow.slice(chunk, start)
             for rank in sorted(values):
-                note = pack(Record.MIX, rank, chunk, number, weights[rank])
+                pull = pull_of(self._weights[self.rank], self._weights[rank])
+                weight = weights[rank] * pull
+                note = pack(Record.MIX, rank, chunk, number, weight)
                 self.shadow.move(
                     chunk,
-                    weights[rank],
+                    weight,
                     mine=mine,
                     theirs=values[rank],
                     snapshot=self.shadow.steps,

@@ -27,7 +27,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -85,13 +85,13 @@ class Mailbox:
         lose: Callable[[Header], bool] | None = None,
         tape: Recorder | None = None,
         fold_share: float = 0.05,
-        gradients: int = 1,
+        gradients: Mapping[int, int] | None = None,
         check: Callable[[], None] = nothing,
         shared: bool = True,
     ) -> None:
-        """`gradients`: how many a step of this rank stands for. `check`: called while peers are
-        waited for, and raises when one of them will not come. `shared`: peers of this host read
-        values in this rank's memory, and it in theirs.
+        """`gradients`: how many a step of each rank stands for, and so how much its model weighs.
+        `check`: called while peers are waited for, and raises when one of them will not come.
+        `shared`: peers of this host read values in this rank's memory, and it in theirs.
         """
         if rank not in world or len(set(world)) != len(world):
             raise ValueError(
@@ -180,7 +180,7 @@ class Mailbox:
             window=window,
             emit=emit,
             lose=lose,
-            gradients=gradients,
+            gradients=gradients or dict.fromkeys(world, 1),
             slots=slots,
             near=near,
             timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),

@@ -8,7 +8,7 @@ average from the same readings
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,17 @@ class ReplayedMailbox:
     """What `Mailbox` is in the original: the same methods, no sockets."""
 
     def __init__(
-        self, player: Player, members: Sequence[int], *, params: Sequence[torch.Tensor], **_: Any
+        self,
+        player: Player,
+        members: Sequence[int],
+        *,
+        params: Sequence[torch.Tensor],
+        gradients: Mapping[int, int] | None = None,
+        **_: Any,
     ) -> None:
         self.rank = player.rank
         self.world = tuple(members)
+        self._weights = gradients or dict.fromkeys(members, 1)
         self.steps = 0
         self.global_steps = 0
         self._player = player
@@ -162,7 +169,13 @@ class ReplayedMailbox:
             rank: self._values.take(f"read/{rank}/{serial}", rank, self._shadow.dtype)
             for rank, serial in readings.items()
         }
-        average(self._shadow, chunk, {**values, self.rank: self._shadow.read(chunk).value}, out)
+        average(
+            self._shadow,
+            chunk,
+            {**values, self.rank: self._shadow.read(chunk).value},
+            out,
+            self._weights,
+        )
 
     def _keep(self, chunk: int, holder: int) -> None:
         assert self._result is not None
