@@ -29,7 +29,9 @@ from ..order import Order, mix
 from ..schedules import NAMES
 from .augment import random_crop, random_flip
 from .data import Dataset, Pictures, digits, read_images
-from .resnet import ResNet, resnet
+from .resnet import resnet
+from .scenes import scenes
+from .unet import UNet
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,11 @@ class VisionOptions:
     """
 
     preset: str = option(
-        "digits", "defaults for the size of the problem", ("digits", "small", "paper")
+        "digits", "defaults for the size of the problem", ("digits", "small", "paper", "scenes")
     )
-    model: str = option("resnet20", "the network", ("resnet8", "resnet20", "resnet18", "resnet50"))
+    model: str = option(
+        "resnet20", "the network", ("resnet8", "resnet20", "resnet18", "resnet50", "unet")
+    )
     width: float = option(1.0, "multiplies the channels")
     norm: str = option("group", "normalisation layers", ("group", "batch"))
     batch: int = option(32, "images per gradient")
@@ -68,7 +72,18 @@ class VisionOptions:
             )
 
 
+SCENES = "scenes"  # every pixel has a class: generated pictures, a U-Net
 PRESETS: dict[str, dict[str, Any]] = {
+    SCENES: {
+        "model": "unet",
+        "norm": "batch",
+        "width": 0.5,
+        "crop": 0,
+        "flip": False,
+        "lr": 0.1,
+        "batch": 16,
+        "epochs": 20.0,
+    },
     "digits": {"width": 0.5, "size": 8, "crop": 0, "flip": False, "lr": 0.1, "epochs": 10.0},
     "small": {},
     "paper": {
@@ -108,6 +123,14 @@ class VisionRecipe:
         digits.
         """
         chosen = self._choose(options, data)
+        if chosen.preset == SCENES:
+            require(data is None, "preset scenes makes its own pictures; leave data out")
+            require(
+                chosen.model == "unet" and chosen.crop == 0 and not chosen.flip,
+                "preset scenes takes model=unet, crop=0 and flip=false: classes are those of pixels",
+            )
+            return SceneTask(chosen, scenes(chosen.size), seed=seed, device=torch.device(device))
+        require(chosen.model != "unet", "model unet classifies pixels; it takes preset scenes")
         if data is None:
             dataset = digits(chosen.size)
         else:
@@ -142,7 +165,7 @@ class VisionTask(Task[Pictures]):
         self._train = Pictures(dataset.train.images.to(device), dataset.train.labels.to(device))
         self._mean, self._deviation = _channel_statistics(dataset.train.images, device)
 
-    def build_model(self) -> ResNet:
+    def build_model(self) -> nn.Module:
         _, channels, height, _ = self.dataset.train.images.shape
         return resnet(
             self.options.model,
@@ -203,6 +226,45 @@ class VisionTask(Task[Pictures]):
 
     def _normalised(self, images: Tensor) -> Tensor:
         return (images.float() - self._mean) / self._deviation
+
+
+class SceneTask(VisionTask):
+    """Pixels to classes by cross-entropy, judged by the mean intersection over union."""
+
+    quality = Quality("iou", "higher")
+
+    def build_model(self) -> nn.Module:
+        return UNet(
+            channels=self.dataset.train.images.shape[1],
+            classes=len(self.dataset.classes),
+            width=max(1, round(16 * self.options.width)),
+            norm=self.options.norm,  # type: ignore[arg-type]
+        )
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """`iou`, the mean over the classes of pixels in both over pixels in either; `loss`."""
+        scores = self._scores(model, self.dataset.test.images)
+        labels = self.dataset.test.labels
+        return {
+            "iou": mean_iou(scores.argmax(dim=1), labels, len(self.dataset.classes)),
+            "loss": float(F.cross_entropy(scores, labels)),
+        }
+
+    def examples(self, model: nn.Module, count: int = 10) -> list[Example]:
+        """None: a scene is no line of text."""
+        return []
+
+
+def mean_iou(found: Tensor, labels: Tensor, classes: int) -> float:
+    """Over the classes that are in either."""
+    shares = []
+    for number in range(classes):
+        ours = found == number
+        theirs = labels == number
+        either = int((ours | theirs).sum())
+        if either:
+            shares.append(int((ours & theirs).sum()) / either)
+    return sum(shares) / len(shares)
 
 
 def _channel_statistics(images: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
