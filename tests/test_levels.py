@@ -20,6 +20,7 @@ LEVELS = {
         "core.pending",
         "core.plain_state",
         "core.plain_torch",
+        "core.stopping",
         "core.store",
     ],
     2: ["core.thread", "core.contracts", "core.messages", "record", "launch", "recipes"],

@@ -126,14 +126,14 @@ class Run:
         """Ask all ranks to end: `should_stop` turns true here at once and on the others within a
         heartbeat. Nothing else happens: the loop looks, breaks, and `finish` leaves all equal.
         """
-        self._world.ask_to_stop()
+        self._world.stop.asked = True
 
     @property
     def should_stop(self) -> bool:
         """Whether somebody has asked the ranks to end; never true unless `stop` was called, or a
         signal came after `stop_on`.
         """
-        return self._world.asked_to_stop
+        return self._world.stop.asked
 
     def stop_on(self, *signals: int) -> None:
         """Call `stop` when one of these signals comes (SIGTERM if none is named), until the run

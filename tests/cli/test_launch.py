@@ -42,11 +42,10 @@ def test_output_is_prefixed_arguments_pass_untouched_and_failures_are_named(tmp_
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_ranks_gently_and_leaves_nothing(number: signal.Signals) -> None:
     code = (
-        "import os, signal\n"
-        "try:\n"
-        "    print('pid', os.getpid(), flush=True)\n"
-        "    signal.pause()\n"
-        "except KeyboardInterrupt: print('asked', flush=True)\n"
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('asked', flush=True)))\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "signal.pause()\n"
     )
     arguments = [*COMMAND, "launch", "--ranks-per-node", "2", sys.executable, "-c", code]
     with subprocess.Popen(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from loosestep.core.messages.directory import wait_for
 from loosestep.core.messages.gathering import Gathering, gather
 from loosestep.core.messages.heartbeat import Pulse
 from loosestep.core.messages.sealed_store import SealedStore, lonely_store
+from loosestep.core.stopping import Stop
 from loosestep.core.store import host_store
 from loosestep.core.thread import Stream
 from loosestep.events import Trace
@@ -55,7 +56,7 @@ class World:
     store: SealedStore
     gathering: Gathering | None = None  # what this run gives back at its end
     pulse: Pulse | None = None
-    _stopping: bool = False
+    stop: Stop = field(default_factory=Stop)
     reach: Reach | None = None  # what the ranks know about their devices
     names: Sequence[int] | None = None
 
@@ -136,6 +137,7 @@ class World:
             run_id=self.prefix,
             deadline=self.deadline,
             check=self.check,
+            stop=self.stop,
             **arguments,
         )
 
@@ -189,22 +191,12 @@ class World:
             port = int(wait_for(self.connect(), name, deadline=self.deadline, check=self.check))
             hosted = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         store = self.store.on(hosted, name=f"node/{mates[0]}", rank=local)
-        world = World(local, Topology([range(len(mates))]), self.deadline, self.prefix, store)
+        nodes = Topology([range(len(mates))])
+        world = World(local, nodes, self.deadline, self.prefix, store, stop=self.stop)
         world.reach = self.reach and self.reach.within(mates)
         world.names = mates
         world.start_pulse()
         return world
-
-    def ask_to_stop(self) -> None:
-        """Ask all ranks to end; from a signal's handler too."""
-        self._stopping = True
-        if self.pulse is not None:
-            self.pulse.stopping = True
-
-    @property
-    def asked_to_stop(self) -> bool:
-        """Whether a rank has asked all of them to end: it takes a heartbeat to get around."""
-        return self._stopping or (self.pulse is not None and self.pulse.stopping)
 
     def start_pulse(self) -> None:
         """Begin to beat; the others are known to be here."""
@@ -215,6 +207,7 @@ class World:
                 world=self.topology.world,
                 deadline=self.deadline,
                 names=self.names,
+                stop=self.stop,
             )
 
     def close(self) -> None:

@@ -95,7 +95,6 @@ class VirtualPulse(Pulse):
         self.step = 0
         self.fault: CommError | None = None
         self.left = False
-        self.stopping = False
         self._clock = clock
         self._peers = world
         self._watching: list[Strand] = []

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from loosestep.core.collectives.gloo import Channel
 from loosestep.core.gossip.contract import GossipMailbox
 from loosestep.core.messages.sealed_store import SealedStore
+from loosestep.core.stopping import Stop
 from loosestep.core.thread import Stream
 from loosestep.core.world import World
 from loosestep.events import Trace
@@ -114,6 +115,7 @@ class Stage:
         self.lost: dict[int, float] = {}
         self._pulses: dict[str, dict[int, VirtualPulse]] = {}
         self._gossip: dict[Any, Peers] = {}
+        self.stop = Stop()
         self._notes = Notes(self.clock)
 
     def open(self, rank: int, topology: Topology | None, deadline: float) -> World:
@@ -131,6 +133,7 @@ class Stage:
             deadline,
             prefix,
             store,
+            stop=self.stop,
             stage=self,
             actor=self.actors[rank],
             home=tuple(range(self.topology.world)),

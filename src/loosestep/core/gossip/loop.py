@@ -35,6 +35,7 @@ from loosestep.core.messages.frames import (
 from loosestep.core.messages.members import GONE, Members, State
 from loosestep.core.messages.slots import Buffer, EdgeSlots, TheirSlots
 from loosestep.core.messages.sockets import Letter, Transport
+from loosestep.core.stopping import Stop
 from loosestep.record.format import DIED, EARLY, FINISHED, pack, pack_readings
 from loosestep.record.format import Kind as Record
 
@@ -60,6 +61,7 @@ class Courier:
         peers: list[int],
         window: int,
         timing: Timing,
+        stop: Stop,
         emit: Callable[..., None],
         gradients: Mapping[int, int],
         lose: Callable[[Header], bool] | None = None,
@@ -76,6 +78,7 @@ class Courier:
         self.shadow = shadow
         self.wire = wire
         self.transport = transport
+        self._wish = stop
         self.members = Members(
             peers, now=now, suspend=timing.suspend, deadline=timing.deadline, emit=emit
         )
@@ -395,6 +398,7 @@ class Courier:
         if not self._there(peer):
             self._tell_evicted(peer, now)
             return
+        self._wish.asked = self._wish.asked or bool(header.flags & Flags.STOP)
         if self.members.hear(
             peer, now, progress=header.progress, flags=header.flags, slower=header.slower
         ):
@@ -536,6 +540,8 @@ class Courier:
 
     def _flags(self, peer: int, now: float) -> Flags:
         flags = self.ending.flags()
+        if self._wish.asked:
+            flags |= Flags.STOP
         if now - self.stepped > self._timing.stall and not self.ending.done:
             flags |= Flags.STALLED
         if peer in self._near:

@@ -50,6 +50,7 @@ from loosestep.core.messages.members import State
 from loosestep.core.messages.slots import EdgeSlots, TheirSlots, make_slots, reach, this_host
 from loosestep.core.messages.sockets import Curve, Transport
 from loosestep.core.pending import nothing
+from loosestep.core.stopping import Stop
 from loosestep.record.format import Kind as Record
 from loosestep.record.format import pack
 from loosestep.record.recorder import Recorder
@@ -88,6 +89,7 @@ class Mailbox:
         gradients: Mapping[int, int] | None = None,
         check: Callable[[], None] = nothing,
         shared: bool = True,
+        stop: Stop | None = None,
     ) -> None:
         """`gradients`: how many a step of each rank stands for, and so how much its model weighs.
         `check`: called while peers are waited for, and raises when one of them will not come.
@@ -183,6 +185,7 @@ class Mailbox:
             gradients=gradients or dict.fromkeys(world, 1),
             slots=slots,
             near=near,
+            stop=stop or Stop(),
             timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
         )
         self._exchanges: dict[int, Pending] = {}

@@ -79,6 +79,7 @@ class Flags(IntFlag):
     DRAINED = 8  # and none of its own is unfinished
     HOLDS = 16  # it has the agreed average
     READS = 32  # it reads values in the receiver's memory
+    STOP = 64  # all ranks are asked to end their loops
 
 
 class FrameError(Exception):

@@ -14,8 +14,11 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -52,6 +55,7 @@ THOROUGH = (
     # first free one
     3.0
 )
+ANSWER = 3.0  # seconds that a store may take to answer
 CALLED = 3.0  # seconds after which nobody calls in a store that may be another run's
 # every rank makes its contacts in the same order, so the numbers agree
 _numbers = itertools.count()
@@ -271,13 +275,7 @@ def _find(
                 continue
             rest = patience - (time.monotonic() - begun)
             try:
-                store = dist.TCPStore(
-                    host,
-                    port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=min(rest, 5.0)),
-                )
+                store = _connect(host, port, min(rest, ANSWER))
                 store.set_timeout(timedelta(seconds=patience))
                 called = patience if only else CALLED
                 contact = FirstContact(
@@ -303,6 +301,29 @@ def _find(
         f"rank(s) 0 did not call loosestep.attach within {patience:.2g} s, at {rendezvous} ({why}). "
         "Did it start, and does MASTER_ADDR name its host as this one can reach it?"
     )
+
+
+def _connect(host: str, port: int, seconds: float) -> Any:
+    """A connection to a store. Torch waits forever for a program that accepts and says nothing, so
+    that is left to a thread.
+    """
+
+    answer: Future[Any] = Future()
+    limit = timedelta(seconds=seconds)
+
+    def connect() -> None:
+        try:
+            answer.set_result(
+                dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            )
+        except RuntimeError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=connect, name="loosestep-connect", daemon=True).start()
+    try:
+        return answer.result(2 * seconds)
+    except FutureTimeoutError:
+        raise RuntimeError("what listens there is no store") from None
 
 
 def _name_master(host: str, port: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.messages.mates import Mates, own_place
 from loosestep.core.messages.sealed_store import SealedStore
+from loosestep.core.stopping import Stop
 
 FORGIVEN = 2.0  # a check this late means that this process itself was stopped
 
@@ -36,6 +37,7 @@ class Pulse:
         world: int,
         deadline: float,
         names: Sequence[int] | None = None,
+        stop: Stop | None = None,
     ) -> None:
         self.store = store
         self.rank = rank
@@ -54,7 +56,7 @@ class Pulse:
         self._stop = threading.Event()
         self._silence = deadline
         self._called: list[Callable[[], None]] = []
-        self.stopping = False  # somebody has asked all ranks to end
+        self._wish = stop or Stop()
         self._place = own_place()
         self._mates = Mates()
         self._saw: dict[str, object] = {}
@@ -140,6 +142,7 @@ class Pulse:
 
     def _live(self) -> None:
         try:
+            self._listen()
             while not self._stop.is_set():
                 ended = self._mates.wait(self.interval)
                 if self._stop.is_set():
@@ -158,7 +161,7 @@ class Pulse:
             self._mates.close()
 
     def _sign_of_life(self) -> dict[str, object]:
-        stop = {"stop": True} if self.stopping else {}
+        stop = {"stop": True} if self._wish.asked else {}
         return {"beat": self._beat, "step": self.step, "place": self._place, **stop, **self._saw}
 
     def _miss(self, ended: list[int]) -> None:
@@ -179,7 +182,7 @@ class Pulse:
                 self._values[rank] = value
                 self._seen[rank] = now
                 beat = self._read(rank)
-                self.stopping = self.stopping or "stop" in beat
+                self._wish.asked = self._wish.asked or "stop" in beat
                 if "failed" in beat and rank != self.rank:
                     self.hurt(LostPeer(int(beat["culprit"]), str(beat["failed"])))
                 if "saw" in beat and beat["saw"] != self.rank:

@@ -25,6 +25,7 @@ class Mates:
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}  # by handle
         self._known: set[int] = set()
+        self._gone: list[int] = []  # that had ended before they could be watched
         self._wake_in, self._wake_out = os.pipe()
         self._poll.register(self._wake_in, select.POLLIN)
         self._numbering = own_place()[0]
@@ -37,15 +38,19 @@ class Mates:
         if place[0] == self._numbering != "":
             try:
                 handle = _open_handle(int(place[1]))
-            except OSError:  # it has ended, or may not be watched
+            except ProcessLookupError:
+                self._gone.append(rank)
+            except OSError:  # it may not be watched
                 return
-            self._ranks[handle] = rank
-            self._poll.register(handle, select.POLLIN)
+            else:
+                self._ranks[handle] = rank
+                self._poll.register(handle, select.POLLIN)
 
     def wait(self, seconds: float) -> list[int]:
         """Sleep so long, or until `wake`; the ranks whose processes have ended."""
-        ended = []
-        for handle, _ in self._poll.poll(seconds * 1000):
+        ended = self._gone
+        self._gone = []
+        for handle, _ in self._poll.poll(0 if ended else seconds * 1000):
             if handle != self._wake_in:
                 ended.append(self._ranks.pop(handle))
                 self._poll.unregister(handle)
