@@ -94,7 +94,8 @@ class Offer:
 @dataclass
 class Landed:
     """The result of an exchange, the same numbers on every rank (vectors: on every rank of a
-    node).
+    node). `distance`: of the replicas from their mean, or, where that would have to be told, from
+    the mean before it; nan if there was none.
     """
 
     vector: Vector
@@ -185,13 +186,19 @@ class Comm(Protocol):
     def now(self) -> float:
         """The clock that events are stamped with."""
 
-    def learn_order(self, sizes: Iterable[tuple[int, torch.dtype]]) -> None:
+    def learn_order(
+        self,
+        vector: Sequence[tuple[int, torch.dtype]],
+        buckets: Sequence[tuple[int, torch.dtype]],
+        *,
+        alike: bool,
+    ) -> None:
         """Find out how the backend adds up vectors of such lengths, before the first of them is
-        sent.
+        sent. `alike`: every exchange of the run is of this vector, whole and in its own types.
         """
 
-    def all_reduce(self, offer: Offer) -> Pending[Landed]:
-        """Start one exchange of all replicas in the background."""
+    def all_reduce(self, offer: Offer, *, here: bool = False) -> Pending[Landed]:
+        """Start one exchange of all replicas in the background, or make it on the calling thread."""
 
     def average(self, offer: Offer) -> Landed:
         """Average now, every rank being here already."""

@@ -42,10 +42,11 @@ class Exchanges(Protocol):
         vector: Vector | None = None,
         outer: Outer | None = None,
         wire: torch.dtype | None = None,
+        now: bool = False,
     ) -> None:
         """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the
-        background. `outer` makes of their mean what they become; `wire`: what values travel as,
-        where no codec carries what they have changed.
+        background, or `now`. `outer` makes of their mean what they become; `wire`: what values
+        travel as, where no codec carries what they have changed.
         """
 
     def fold(self) -> None:
@@ -213,6 +214,11 @@ class Strategy(Generic[Asks]):
     def folds_deltas(self) -> bool:
         """Whether what lands is added to the parameters, and not put in their place."""
         return True
+
+    @property
+    def exchanges_alike(self) -> bool:
+        """Whether every exchange is of the whole vector, in its own types and over all lanes."""
+        return self.codec is None
 
     def fitted(self, ranks_of_nodes: Sequence[int]) -> Self:
         """The strategy with `replica="auto"` decided: a node is one learner where there are

@@ -129,6 +129,12 @@ class DASO(Strategy[Exchanges]):
         return self.ramp == "gradients" and self.warmup + self.cooldown > 0
 
     @property
+    def exchanges_alike(self) -> bool:
+        """Not where lanes take turns, or a ramp rounds what it sends."""
+        alike = self.lanes == "sharded" and self.ramp == "gradients"
+        return alike and super().exchanges_alike
+
+    @property
     def folds_deltas(self) -> bool:
         """In our own merge."""
         return self.merge == "delta"
@@ -185,7 +191,7 @@ class DASO(Strategy[Exchanges]):
         if step - state["last"] >= state["period"] or epoch_ends:
             if run.in_flight is not None:
                 run.fold()
-            run.start(**self.form(state))
+            run.start(**self.form(state), now=state["delay"] == 0 or epoch_ends)
             state["last"] = step
             if state["delay"] == 0 or epoch_ends:
                 run.fold()

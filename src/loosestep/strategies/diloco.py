@@ -92,7 +92,7 @@ class DiLoCo(Strategy[Exchanges]):
         if run.in_flight is not None and step - run.in_flight >= self.delay:
             run.fold()
         if step % self.period == 0:
-            run.start(**self.form(state))
+            run.start(**self.form(state), now=self.delay == 0)
             if self.delay == 0:
                 run.fold()
 

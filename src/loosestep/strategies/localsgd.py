@@ -95,6 +95,6 @@ class LocalSGD(Strategy[Exchanges]):
         if self.local_period > 1 and since % self.local_period == 0:
             run.average_node()
         if since % (self.period * self.local_period) == 0:
-            run.start()
+            run.start(now=self.delay == 0)
             if self.delay == 0:
                 run.fold()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,8 +54,10 @@ log = logging.getLogger("loosestep")
 PIECE = 1 << 20  # elements that travel at a time where memory would be needed several times over
 BLOCK = 1 << 16  # elements that are worked on at a time: they stay in the processor's cache
 # the columns of an exchange's header
-SEQUENCE, KIND, STEP, LOSS, COUNT, CHECKSUM, LANE, WIRE, CODED = range(9)
+COLUMNS = 10
+SEQUENCE, KIND, STEP, LOSS, COUNT, CHECKSUM, BEFORE, LANE, WIRE, CODED = range(COLUMNS)
 SICK = 2  # in the last column: values to be coded are not finite
+Sizes = Sequence[tuple[int, torch.dtype]]
 Advance = Callable[[slice, torch.Tensor], torch.Tensor]  # what is made of a span's mean
 WIRES: list[torch.dtype | None] = [None, torch.bfloat16, torch.float16, torch.float32]
 
@@ -135,6 +137,10 @@ class Collective:
         self._exchanges = world.stream("exchanges")
         self._gradients = world.stream("gradients") if averages_gradients else None
         self._order: Pending[None] | None = None
+        # what every exchange begins with, so that headers ride on it: a length and a type
+        self._first: tuple[int, torch.dtype] | None = None
+        self._sum: torch.Tensor | None = None  # of it, between the nodes
+        self._before = math.nan  # how far this rank was from the last mean, squared
         self._sequence = 0
         self._same = self._same_gradients = 0
         self._may_be_same = len(topology.nodes) > 1
@@ -149,14 +155,26 @@ class Collective:
         """Seconds on the run's clock."""
         return self._now()
 
-    def learn_order(self, sizes: Iterable[tuple[int, torch.dtype]]) -> None:
-        """Find out, in the background, whether the backend adds up vectors of such lengths as is
-        known of it; otherwise sums are taken in rank order, at twice the price.
+    def learn_order(self, vector: Sizes, buckets: Sizes, *, alike: bool) -> None:
+        """Find out, in the background, whether the backend adds up as is known of it, vectors of
+        such lengths; otherwise sums are taken in rank order, at twice the price. `alike`: every
+        exchange of the run is of such a vector, whole and in its own types, so that headers can
+        ride on it.
         """
-        sizes = sorted(
-            {(length, dtype) for length, dtype in sizes if dtype in WIDE and length > 0}, key=str
-        )
-        self._order = self._exchanges.submit(lambda: self._learn_order(sizes))
+        lanes = 1 if self._shards else self._x.lanes
+        through = self._nodes != self.topology
+        mine = [
+            (size // lanes, torch.promote_types(dtype, torch.float32) if through else dtype)
+            for size, dtype in vector
+        ]
+        sizes = {*mine, *((size // lanes, dtype) for size, dtype in buckets)}
+        if not alike:
+            sizes.update(vector)
+        elif mine and not self._shards and self._x.near_lane is None:
+            size, dtype = self._first = mine[0]
+            sizes.add((size + self._x.room(COLUMNS), dtype))
+        known = sorted((s for s in sizes if s[1] in WIDE and s[0] > 0), key=str)
+        self._order = self._exchanges.submit(lambda: self._learn_order(known))
 
     def _learn_order(self, sizes: list[tuple[int, torch.dtype]]) -> None:
         lane = self._x.lane
@@ -174,9 +192,15 @@ class Collective:
 
     # Exchanges of parameters ----------------------------------------------------------------------
 
-    def all_reduce(self, offer: Offer) -> Pending[Landed]:
-        """Start one exchange of all replicas in the background."""
-        return self._exchanges.submit(lambda: self._exchange(offer))
+    def all_reduce(self, offer: Offer, *, here: bool = False) -> Pending[Landed]:
+        """Start one exchange of all replicas in the background, or make it on the calling thread:
+        then nobody has to wake another one up.
+        """
+        if not here:
+            return self._exchanges.submit(lambda: self._exchange(offer))
+        landed: Pending[Landed] = Pending()
+        landed.fulfil(self._exchanges.here(lambda: self._exchange(offer)))
+        return landed
 
     def average(self, offer: Offer) -> Landed:
         """Average now, every rank being here already (after `meet`, or while joining)."""
@@ -221,19 +245,20 @@ class Collective:
 
     def _exchange(self, offer: Offer) -> Landed:
         with offer.aside():
-            rows = self._call(Kind.EXCHANGE, offer)
-            if (rows[:, KIND] < Kind.EXCHANGE).any():
+            rows = self._call(Kind.EXCHANGE, offer, ride=True)
+            joined = bool((rows[:, KIND] < Kind.EXCHANGE).any())
+            if joined:
                 # the joiners have their snapshots now, and better headers
                 rows = self._call(Kind.EXCHANGE, offer)
             self._compare(rows)
-            landed = self._average(offer, rows)
+            landed = self._average(offer, rows, exact=joined or offer.coded is not None)
         self._trace.emit("landed", seconds=landed.seconds)
         return landed
 
     def _arrive(self, kind: Kind) -> None:
         assert self.member is not None
         while True:
-            rows = self._call(kind, None)
+            rows = self._call(kind, None, ride=True)
             host = rows[rows[:, KIND].argmax()].long().tolist()  # one of those at the highest kind
             if host[KIND] == kind:
                 return
@@ -246,13 +271,16 @@ class Collective:
             self._trace.emit("join", round=invitation.kind.name.lower())
             self.member.join(invitation)
 
-    def _call(self, kind: Kind, offer: Offer | None) -> torch.Tensor:
-        """Everybody's header; row r is rank r's."""
+    def _call(self, kind: Kind, offer: Offer | None, *, ride: bool = False) -> torch.Tensor:
+        """Everybody's header; row r is rank r's. Where it rides on the sum of the first tensor of a
+        vector, that is kept, for `_average` to use if everybody has put in what it should.
+        """
         self._sequence += 1
-        row = [0.0] * 9
+        row = [0.0] * COLUMNS
         row[SEQUENCE] = self._sequence
         row[KIND] = kind
         row[STEP] = self.step
+        row[BEFORE] = self._before
         row[LANE] = -1
         if offer is not None:
             offer.ready()
@@ -263,13 +291,47 @@ class Collective:
             row[WIRE] = WIRES.index(offer.wire)
             if offer.coded is not None:
                 row[CODED] = SICK if self._is_sick(offer) else 1
-        rows = self._x.tell(*row)
+        self._sum = None
+        rows = self._ride(row, offer) if ride and self._rides else self._x.tell(*row)
         ahead = rows[:, SEQUENCE] != self._sequence
         if ahead.any():
             raise CommError(
                 f"rounds are out of step: {rows[:, SEQUENCE].tolist()}; please report this"
             )
         return rows
+
+    @property
+    def _rides(self) -> bool:
+        return self._first is not None and self._x.carries_rows(self._first[1])
+
+    def _ride(self, row: list[float], offer: Offer | None) -> torch.Tensor:
+        """Sum the first tensor of what is offered, or zeros, between the nodes, and everybody's
+        header with it.
+        """
+        assert self._first is not None
+        size, dtype = self._first
+        node = self._x.node
+        lanes = self._x.lanes
+        mates = node.tell(*row)
+        memory = have(self._x.lane).memory(size + self._x.room(len(row)), dtype)
+        into = memory[:size]
+        flat = None if offer is None else offer.vector[0]
+        if self._nodes != self.topology and node.size > 1:
+            wide = node.memory(size * lanes, dtype)
+            into.copy_(node.part(wide.zero_() if flat is None else wide.copy_(flat), lanes))
+        elif flat is None:
+            into.zero_()
+        else:
+            torch.mul(_row(flat, node.row(lanes), lanes), self._weight, out=into)
+        rows = self._x.sum_lane(memory, mates)
+        self._sum = into
+        return rows
+
+    @property
+    def _weight(self) -> int:
+        """Of this rank's replica."""
+        lane = self._x.lane
+        return 1 if self._weights is None or lane is None else self._weights[lane.index]
 
     def _checksum(self, offer: Offer) -> float:
         """Of what this rank sends, as long as all replicas may turn out to be the same."""
@@ -286,18 +348,27 @@ class Collective:
                 return True
         return False
 
-    def _average(self, offer: Offer, rows: torch.Tensor) -> Landed:
+    def _average(self, offer: Offer, rows: torch.Tensor, *, exact: bool = True) -> Landed:
+        """`exact`: tell each other how far this mean is from everybody, instead of with the header
+        of the next one.
+        """
         start = self.now()
         if (rows[:, CODED] == SICK).any():
-            self._find_bad(offer, rows)
+            self._find_bad(rows)
+        carried, self._sum = self._sum, None
+        sums = []
         with self._x.world.watched() if offer.near else nullcontext():
-            spread = sum(
-                self._average_tensor(number, tensor, offer)
-                for number, tensor in enumerate(offer.vector)
-            )
-        total = add_up(self._x.tell(spread))
-        if not math.isfinite(total):
-            self._find_bad(offer, rows)
+            for number, tensor in enumerate(offer.vector):
+                total = carried if number == 0 else None
+                sums.append(self._average_tensor(number, tensor, offer, total))
+        self._before = sum(spread for spread, _ in sums)
+        finite = all(fine for _, fine in sums)
+        spreads = rows[:, BEFORE]
+        if exact or not self._all_see_all:
+            spreads, fine = self._x.tell(self._before, finite).unbind(1)
+            finite = bool(fine.all())
+        if not finite:
+            self._find_bad(rows)
         if offer.coded is not None:
             offer.coded.kept["rounds"] += 1
         buffers = self._average_buffers(offer.buffers)
@@ -307,39 +378,45 @@ class Collective:
             buffers=buffers,
             loss_sum=add_up(rows[:, LOSS]),
             loss_count=int(rows[:, COUNT].sum()),
-            distance=math.sqrt(max(total, 0.0) / self._total),
+            distance=math.sqrt(max(add_up(spreads), 0.0) / self._total),
             seconds=self.now() - start,
             steps=rows[:, STEP].long().tolist(),
         )
 
-    def _find_bad(self, offer: Offer, rows: torch.Tensor) -> None:
-        """A sum was not finite, or its square was not: raise unless every value is."""
+    @property
+    def _all_see_all(self) -> bool:
+        """Whether every rank has the whole mean before its lane is done with it."""
+        alone = max(self._nodes.weights) == 1
+        return not self._shards and (alone or self._nodes != self.topology)
+
+    def _find_bad(self, rows: torch.Tensor) -> None:
+        """The mean is not finite: find out whose values are not."""
         assert self.member is not None
         name = self.member.find_bad()
-        finite = all(bool(tensor.isfinite().all()) for tensor in offer.vector)
-        told = self._x.tell(name is not None, finite)
-        bad = told[:, 0].nonzero().flatten().tolist()
-        where = f" (this rank's own {name} among them)" if name is not None else ""
-        if bad:
-            raise CommError(
-                f"the parameters of rank {bad[0]} contain NaN or Inf at step "
-                f"{int(rows[bad[0], STEP])}{where}: nothing was exchanged. Lower the learning "
-                "rate or clip gradients; the other ranks' parameters are intact"
-            )
-        if not bool(told[:, 1].all()):
+        (told,) = self._x.tell(name is not None).unbind(1)
+        bad = told.nonzero().flatten().tolist()
+        if not bad:
             raise CommError(
                 "the mean of all replicas contains NaN or Inf, although the parameters of each are "
                 "finite: they are too large to be added up, or what an optimizer holds is not "
                 "finite. Lower the learning rate or clip gradients"
             )
+        where = "" if name is None else f" ({name} on this rank)"
+        raise CommError(
+            f"the parameters of rank {bad[0]} contain NaN or Inf at step {int(rows[bad[0], STEP])}"
+            f"{where}: nothing was exchanged. Lower the learning rate or clip gradients; the other "
+            "ranks' parameters are intact"
+        )
 
-    def _average_tensor(self, number: int, tensor: torch.Tensor, offer: Offer) -> float:
-        """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's
-        part of the spread.
+    def _average_tensor(
+        self, number: int, tensor: torch.Tensor, offer: Offer, total: torch.Tensor | None
+    ) -> tuple[float, bool]:
+        """Overwrite `tensor` with the mean over replicas, or with `mean - tensor`; this rank's part
+        of the spread, and whether the mean is finite. `total`: the lane's sum, if it is there.
         """
         outer = None if offer.outer is None else partial(offer.outer, number)
         if offer.coded is not None:
-            return self._average_in_codes(number, tensor, offer.coded, outer)
+            return self._average_in_codes(number, tensor, offer.coded, outer), True
         wire = tensor if offer.wire is None else tensor.to(offer.wire)
         node = self._x.node
         lane = self._x.lane
@@ -351,31 +428,35 @@ class Collective:
         if offer.settle and node.size > 1:
             for piece in wire.split(PIECE):
                 piece.copy_(ordered_sum(node.gather(piece).unbind(0)).div_(node.size))
-        spread = 0.0
+        spread, fine = 0.0, True
         if self._shards:
-            spread = self._average_lane(wire, have(lane), delta=delta, outer=outer)
+            spread, fine = self._average_lane(wire, have(lane), delta=delta, outer=outer)
         elif self._nodes != self.topology:
-            spread = self._average_through(wire, node, lane, delta=delta, outer=outer)
+            spread, fine = self._average_through(
+                wire, node, lane, delta=delta, outer=outer, total=total
+            )
         elif offer.lane is None:
             shards = wire.view(self._x.lanes, -1)
             mine = shards[node.row(self._x.lanes)]
             if lane is not None:
-                spread = self._average_lane(mine, lane, delta=delta, outer=outer)
+                spread, fine = self._average_lane(mine, lane, delta=delta, outer=outer, total=total)
             if node.size > 1:
                 for piece in shards.split(PIECE, 1):
                     node.share(piece)
         else:
             if index == offer.lane and lane is not None:
-                spread = self._average_lane(wire, lane, delta=delta)
+                spread, fine = self._average_lane(wire, lane, delta=delta)
             node.broadcast(wire, root=offer.lane)
         if wire is not tensor:
             tensor.copy_(wire)
-        return spread
+        return spread, fine
 
     def _average_in_codes(
         self, number: int, tensor: torch.Tensor, coded: Coded, outer: Advance | None
     ) -> float:
-        """Overwrite `tensor` with what is missing to the goal of all; this rank's part of the spread."""
+        """Overwrite `tensor` with what is missing to the goal of all; this rank's part of the
+        spread.
+        """
         lanes = self._x.lanes
         node = self._x.node
         sums = None
@@ -410,23 +491,28 @@ class Collective:
         return spread
 
     def _average_lane(
-        self, flat: torch.Tensor, lane: Channel, *, delta: bool, outer: Advance | None = None
-    ) -> float:
+        self,
+        flat: torch.Tensor,
+        lane: Channel,
+        *,
+        delta: bool,
+        outer: Advance | None = None,
+        total: torch.Tensor | None = None,
+    ) -> tuple[float, bool]:
         """The replicas of a lane: one sum of the whole vector, or piece by piece in rank order."""
-        weight = 1 if self._weights is None else self._weights[lane.index]
-        if lane.sums(flat.dtype):
-            total = lane.scratch(flat)
-            if weight == 1:
-                total.copy_(flat)
-            else:
-                torch.mul(flat, weight, out=total)
+        if total is None and lane.sums(flat.dtype):
+            total = torch.mul(flat, self._weight, out=lane.scratch(flat))
             lane.sum(total)
-            return weight * _adopt(flat, total, divisor=self._total, delta=delta, outer=outer)
-        spread = 0.0
+        if total is not None:
+            spread, fine = _adopt(flat, total, divisor=self._total, delta=delta, outer=outer)
+            return self._weight * spread, fine
+        spread, fine = 0.0, True
         for begin, piece in _pieces(flat, grain=lane.size):
             mean = lane.mean(piece, self._weights, self._total)
-            spread += _adopt(piece, mean, divisor=1, delta=delta, outer=outer, begin=begin)
-        return weight * spread
+            far, sane = _adopt(piece, mean, divisor=1, delta=delta, outer=outer, begin=begin)
+            spread += far
+            fine = fine and sane
+        return self._weight * spread, fine
 
     def _average_through(
         self,
@@ -436,19 +522,30 @@ class Collective:
         *,
         delta: bool,
         outer: Advance | None,
-    ) -> float:
+        total: torch.Tensor | None,
+    ) -> tuple[float, bool]:
         """Every rank is a replica: sums inside the nodes first, then between them, rounded once, at
         the end.
         """
-        spread = 0.0
         dtype = torch.promote_types(flat.dtype, torch.float32)
-        grain = self._nodes.multiple
+        lanes = self._x.lanes
+        if total is not None:
+            if node.size > 1:
+                wide = node.scratch(flat, dtype)
+                shards = wide.view(lanes, -1)
+                shards[node.row(lanes)].copy_(total)
+                node.share(shards)
+                total = wide
+            return _adopt(flat, total, divisor=self._total, delta=delta, outer=outer)
+        spread, fine = 0.0, True
         length = flat.numel() if self._x.sums_between_nodes else None
-        for begin, piece in _pieces(flat, grain=grain, length=length):
+        for begin, piece in _pieces(flat, grain=self._nodes.multiple, length=length):
             wide = node.scratch(piece, dtype).copy_(piece)
-            left = _sum_by_node(wide, node, lane, lanes=self._x.lanes, divisor=self._total)
-            spread += _adopt(piece, wide, divisor=left, delta=delta, outer=outer, begin=begin)
-        return spread
+            left = _sum_by_node(wide, node, lane, lanes=lanes, divisor=self._total)
+            far, sane = _adopt(piece, wide, divisor=left, delta=delta, outer=outer, begin=begin)
+            spread += far
+            fine = fine and sane
+        return spread, fine
 
     def _average_buffers(self, mine: torch.Tensor) -> torch.Tensor:
         """Overwrite buffers with their mean over all ranks that hold them, inside the node
@@ -745,10 +842,10 @@ def _adopt(
     delta: bool,
     outer: Advance | None,
     begin: int = 0,
-) -> float:
+) -> tuple[float, bool]:
     """Overwrite `flat` with the mean, which `total` is once it is divided, or with what is missing
-    to it; how far the values were from it, squared. Block by block, so that each comes from memory
-    once.
+    to it; how far the values were from it, squared, and whether the mean is finite. Block by block,
+    so that each comes from memory once.
     """
     norms = []  # read at the end: on a device that is the only wait
     length = BLOCK if flat.device.type == "cpu" else max(flat.numel(), 1)
@@ -768,7 +865,8 @@ def _adopt(
     spread = 0.0
     for norm in norms:
         spread += float(norm) ** 2
-    return spread
+    # a mean that is not finite is far from everybody, so everybody looks
+    return spread, math.isfinite(spread) or bool(total.isfinite().all())
 
 
 def _sum_by_node(

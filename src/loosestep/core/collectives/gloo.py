@@ -119,7 +119,11 @@ class Channel:
         """Memory that stays, of the shape of `like`, for a sum; the same until the next one is
         asked for.
         """
-        return self._take("sum", like, dtype=dtype)
+        return self._keep("sum", like.numel(), dtype or like.dtype, like.device).view(like.shape)
+
+    def memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same on the host, for so many numbers."""
+        return self._keep("sum", size, dtype, torch.device("cpu"))
 
     def follows_ring(self, sizes: Iterable[tuple[int, torch.dtype]]) -> bool:
         """Whether the backend sums vectors of such lengths in the order of the ring: tried on
@@ -307,21 +311,19 @@ class Channel:
         """Whether all ranks say so."""
         return bool(self.gather(torch.tensor([int(mine)])).all())
 
-    def _take(
-        self, use: str, like: torch.Tensor, *, rows: int = 0, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """Memory of the shape of `like`, or of so many of it; large pieces are kept, fresh ones
-        cost page faults.
-        """
+    def _take(self, use: str, like: torch.Tensor, *, rows: int = 0) -> torch.Tensor:
+        """Memory of the shape of `like`, or of so many of it."""
         shape = (rows, *like.shape) if rows else like.shape
-        size = max(rows, 1) * like.numel()
-        dtype = dtype or like.dtype
+        return self._keep(use, max(rows, 1) * like.numel(), like.dtype, like.device).view(shape)
+
+    def _keep(self, use: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for so many numbers; large pieces are kept, fresh ones cost page faults."""
         if size < SMALL:
-            return like.new_empty(shape, dtype=dtype)
+            return torch.empty(size, dtype=dtype, device=device)
         kept = self._scratch.get((use, dtype))
         if kept is None or kept.numel() < size:
-            kept = self._scratch[use, dtype] = like.new_empty(size, dtype=dtype)
-        return kept[:size].view(shape)
+            kept = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device=device)
+        return kept[:size]
 
     def _finish(self, work: dist.Work) -> None:
         assert self._pulse is not None

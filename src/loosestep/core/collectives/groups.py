@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from loosestep.core.collectives.gloo import Channel
+from loosestep.core.collectives.rows import read_rows, room_for, write_rows
 from loosestep.core.world import World
 from loosestep.topology import Topology
 
@@ -53,6 +56,28 @@ class Channels:
         # of every rank among the rows of all nodes
         self._places = [order.index(mate) for mate in range(nodes.world)]
         self._even = len(nodes.nodes) == 1 or set(nodes.weights) == {lanes}
+
+    def carries_rows(self, dtype: torch.dtype) -> bool:
+        """Whether numbers can ride on sums of such a type along the lanes: between nodes of equal
+        size, by the backend's own sum.
+        """
+        crossing = self._crosses and self._even
+        return crossing and self.lane is not None and self.lane.sums(dtype)
+
+    def room(self, numbers: int) -> int:
+        """The elements that so many numbers of every rank need at the end of a lane's vector."""
+        return room_for(len(self._places), numbers)
+
+    def sum_lane(self, memory: torch.Tensor, mates: Sequence[Sequence[float]]) -> torch.Tensor:
+        """Add `memory` up along the lane; at its end is the room for the rows of all ranks, of which
+        this node knows those of its own. Everybody's rows, in rank order.
+        """
+        lane = have(self.lane)
+        rows = torch.tensor(mates, dtype=torch.float64)
+        room = memory[memory.numel() - self.room(rows.shape[1]) :]
+        write_rows(room, rows, place=lane.index, places=lane.size)
+        lane.sum(memory)
+        return read_rows(room, rows.shape[1])[self._places]
 
     def rely_on_ring(self) -> None:
         """The backend adds up as is known of it: use its own sums between nodes."""

@@ -97,16 +97,12 @@ class CollectiveEngine:
                 feedback = self.averager.rows(comm.own[1])
                 self.state["gradients"] = {**comm.agree(feedback), "feedback": feedback}
                 self.averager.encode(self._coded_gradients)
-        comm.learn_order(self._sums())
-
-    def _sums(self) -> Iterable[tuple[int, torch.dtype]]:
-        """The lengths of the vectors that will be added up between nodes."""
-        lanes = 1 if self._replica.sharded else self._world.topology.lanes
-        if self._strategy.learner != "world":
-            for segment in self._replica.segments:
-                yield segment.padded // lanes, torch.promote_types(segment.dtype, torch.float32)
-        if self.averager is not None:
-            yield from ((length // lanes, dtype) for length, dtype in self.averager.lengths())
+        exchanges = self._strategy.learner != "world"
+        comm.learn_order(
+            [(s.padded, s.dtype) for s in self._replica.segments] if exchanges else [],
+            [] if self.averager is None else self.averager.lengths(),
+            alike=self._strategy.exchanges_alike,
+        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -232,6 +228,7 @@ class CollectiveEngine:
         vector: Vector | None = None,
         outer: Outer | None = None,
         wire: torch.dtype | None = None,
+        now: bool = False,
     ) -> None:
         """Take a snapshot (or `vector` in its place) and exchange it with all replicas in the
         background.
@@ -242,7 +239,7 @@ class CollectiveEngine:
             form=form, lane=lane, vector=vector, outer=outer, wire=wire, coded=coded
         )
         self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
-        self._flight = Flight(self.state["step"], self._comm.all_reduce(offer))
+        self._flight = Flight(self.state["step"], self._comm.all_reduce(offer, here=now))
 
     def fold(self) -> None:
         """Wait for the exchange in flight and hand it to the strategy."""
@@ -384,7 +381,8 @@ class CollectiveEngine:
         )
         self._replica.assign_buffers(landed.buffers)
         self.trace.emit("fold", staleness=staleness, step=self.state["step"])
-        self.trace.emit("distance", value=landed.distance)
+        if not math.isnan(landed.distance):
+            self.trace.emit("distance", value=landed.distance)
 
     def _gather(self) -> None:
         """All replicas are here: each becomes their mean, momentum included, so that they stay

@@ -383,11 +383,10 @@ class GradientAverager:
             for bucket, dtype in zip(self._buckets, wide, strict=True)
         ]
 
-    def lengths(self) -> Iterable[tuple[int, torch.dtype]]:
+    def lengths(self) -> list[tuple[int, torch.dtype]]:
         """Of the longest and the shortest bucket: so long are the vectors that are added up."""
-        for pick in (min, max):
-            bucket = pick(self._buckets, key=lambda bucket: bucket.padded)
-            yield bucket.padded, bucket.params[0].dtype
+        buckets = [pick(self._buckets, key=lambda bucket: bucket.padded) for pick in (min, max)]
+        return [(bucket.padded, bucket.params[0].dtype) for bucket in buckets]
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""

@@ -165,6 +165,7 @@ class CollectiveClocks:
         lane: int | None = None,
         vector: Vector | None = None,
         outer: Outer | None = None,
+        now: bool = False,
     ) -> None:
         """Leaves when the last rank is here."""
         self.clock = self.clock + self._costs.snapshot(self._size)
