@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +28,10 @@ import torch
 from numpy.typing import NDArray
 
 from papers.learners import LEARNERS, RULES, Cell, Task, Trainings
+from papers.pictures import EPOCHS as PICTURES_EPOCHS
 from papers.pictures import Pictures
 from papers.pictures import prepare as prepare_pictures
+from papers.speech import EPOCHS as SPEECH_EPOCHS
 from papers.speech import Speech
 from papers.speech import prepare as prepare_speech
 
@@ -85,7 +88,8 @@ PLANS = {
             (4096, (1.6, 3.2), (1, 2)),
             (1024, (1.6, 3.2), (1, 2)),
             (256, (0.4,), (0, 1, 2)),
-            (1024, (0.8,), (0,)),
+            (1024, (0.8,), (0, 1, 2)),
+            (4096, (0.8,), (1, 2)),
             (64, (0.2, 0.4), (1, 2)),
         ),
     ),
@@ -251,6 +255,23 @@ def prepare(folder: Path, data: Path) -> None:
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 
 
+def quickly(chosen: argparse.Namespace) -> None:
+    """The smallest batch at three rates, a twentieth of the epochs, in a folder that is forgotten."""
+    with tempfile.TemporaryDirectory(prefix="loosestep-papers-") as folder:
+        chosen.arrays = Path(folder)
+        chosen.lines = Path(folder) / "lines.jsonl"
+        chosen.seconds = 200.0
+        chosen.together = 64
+        prepare(chosen.arrays, chosen.data)
+        for name, epochs in (("an4", 0.1), ("cifar10", 0.02)):
+            chosen.task = name
+            chosen.epochs = epochs
+            batch = PLANS[name].grid[1][0]
+            grid = ((batch, (0.1, 0.2), (0,)),)
+            PLANS[name] = PLANS[name]._replace(grid=grid)
+            run(chosen)
+
+
 def main() -> None:
     """Prepare, train, or write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -267,8 +288,18 @@ def main() -> None:
         "--together", type=int, help="examples a step, instead of what fits an accelerator"
     )
     parser.add_argument("--lines", type=Path, default=LINES)
+    parser.add_argument("--page", action="store_true", help="the section, from the lines")
+    parser.add_argument("--quick", action="store_true", help="few examples, few cells")
     chosen = parser.parse_args()
-    if chosen.prepare:
+    if chosen.page:
+        from papers.batches_page import text
+        from papers.page import section
+
+        results = read(chosen.lines)
+        section("large-batches", text(results, {"an4": SPEECH_EPOCHS, "cifar10": PICTURES_EPOCHS}))
+    elif chosen.quick:
+        quickly(chosen)
+    elif chosen.prepare:
         prepare(chosen.prepare, chosen.data)
     else:
         run(chosen)
