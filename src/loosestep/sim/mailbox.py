@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loosestep.codecs import Codec
 from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.ending import average
 from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError, pull_of
@@ -146,6 +147,7 @@ class VirtualMailbox:
         emit: Callable[..., None],
         deadline: float,
         gradients: Mapping[int, int] | None = None,
+        codec: Codec | None = None,
         **_: Any,
     ) -> None:
         self.rank = rank
@@ -154,7 +156,7 @@ class VirtualMailbox:
         chunk_bytes, window = in_flight(
             sum(p.numel() * max(4, p.element_size()) for p in params), len(self.peers)
         )
-        self.shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=False)
+        self.shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=False, codec=codec)
         self.message_bytes = HEADER_BYTES + self.shadow.size * self.shadow.dtype.itemsize
         self.steps = 0
         self.weights = gradients or dict.fromkeys(members, 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from mailboxes import KEY, QUICK, cluster, cut, die_at, step, wait_until
 
+from loosestep.codecs import codec
 from loosestep.core.gossip import mailbox
 from loosestep.core.gossip.mailbox import CHUNK_BYTES
 from loosestep.core.gossip.peer import Timing
@@ -147,20 +148,39 @@ def test_only_the_chunks_that_an_exchange_will_carry_are_published() -> None:
 @pytest.mark.parametrize("options", [{}, {"key": KEY}], ids=["clear", "key"])
 def test_values_for_peers_of_this_host_stay_in_memory(options) -> None:
     with cluster(3, size=3 * CHUNK_BYTES // 8, **options) as c:
-        wait_until(lambda: all(edge_slots(box).ready for box in c.boxes))
+        wait_until(lambda: all(link.edge.slots.ready for box in c.boxes for link in links(box)))
         total = c.flat(0) + c.flat(1) + c.flat(2)
         for rank in range(3):
             assert c.exchange(rank, (rank + 1) % 3) == "exchanged"
         np.testing.assert_allclose(c.flat(0) + c.flat(1) + c.flat(2), total, rtol=0, atol=1e-12)
+        values = 2 * 3 * CHUNK_BYTES  # one begun, one answered
         for box in c.boxes:
-            counters = box.counters
-            assert counters["bytes_in_memory"] == 2 * 3 * CHUNK_BYTES  # one begun, one answered
-            assert 0 < counters["bytes_sent"] - counters["bytes_in_memory"] < 100_000
+            wait_until(lambda box=box: box.counters["bytes_in_memory"] >= values)
+            assert box.counters["bytes_in_memory"] == values
+            assert 0 < box.counters["bytes_sent"] - values < 100_000
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_with_a_codec_half_the_bytes_travel_and_the_mean_stays(shared) -> None:
+    with cluster(2, size=4 * CHUNK_BYTES // 8 + 3, shared=shared, codec=codec("bf16")) as c:
+        if shared:
+            wait_until(lambda: all(link.edge.slots.ready for box in c.boxes for link in links(box)))
+        total = c.flat(0) + c.flat(1)
+        before = c.boxes[0].counters["bytes_sent"]
+        c.exchange(0, 1)
+        sent = c.boxes[0].counters["bytes_sent"] - before
+        assert sent == pytest.approx(2 * len(total), rel=0.01)  # float64: a quarter
+        np.testing.assert_allclose(c.flat(0), c.flat(1), rtol=0, atol=0.05)
+        assert np.abs(c.flat(0) - c.flat(1)).max() > 0
+        np.testing.assert_allclose(c.flat(0) + c.flat(1), total, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(c.boxes[0].consensus(), total / 2, rtol=0, atol=1e-12)
+        c.finish()
+        torch.testing.assert_close(c.params[0][0], c.start / 2, rtol=0, atol=1e-12)
 
 
 def test_slots_are_used_again_and_again() -> None:
     with cluster(2, size=3 * CHUNK_BYTES // 8) as c:
-        wait_until(lambda: all(edge_slots(box).ready for box in c.boxes))
+        wait_until(lambda: all(link.edge.slots.ready for box in c.boxes for link in links(box)))
         for _ in range(50):
             pending = [c.boxes[0].exchange(1), c.boxes[1].exchange(0)]
             assert all(each.wait(10) for each in pending)
@@ -173,7 +193,7 @@ def test_slots_are_used_again_and_again() -> None:
         )
         for box in c.boxes:
             assert box.counters["bytes_in_memory"] >= 50 * 3 * CHUNK_BYTES
-            assert len(edge_slots(box)._free) == box._own_slots.count
+            assert sum(len(link.edge.slots._free) for link in links(box)) == box._own_slots.count
             assert not box.counters["rejected"]
 
 
@@ -186,8 +206,8 @@ def test_a_peer_whose_memory_cannot_be_reached_gets_frames(monkeypatch: pytest.M
         assert c.boxes[0].counters["bytes_in_memory"] == 0
 
 
-def edge_slots(box):
-    return next(iter(box._courier.links.values())).edge.slots
+def links(box):
+    return box._courier.links.values()
 
 
 def test_exchange_never_blocks_and_returns_the_one_in_flight():

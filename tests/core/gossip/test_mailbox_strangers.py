@@ -126,7 +126,8 @@ def test_a_stranger_without_the_key_cannot_even_connect_to_an_encrypted_mailbox(
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
             plain.linger = 0
             plain.connect("tcp://{}:{}".format(*address))
-            wait_until(lambda: c.boxes[0].counters["rejected"].get("handshake", 0) >= 1)
+            # ZeroMQ does not always say whether a handshake failed or was hung up.
+            wait_until(lambda: sum(c.boxes[0].counters["rejected"].values()) >= 1)
         assert c.exchange(0, 1) == "exchanged"
 
 

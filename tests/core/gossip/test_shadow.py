@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loosestep.codecs import codec
 from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError
 from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.messages.frames import Kind
@@ -16,16 +17,16 @@ SIZE = 10
 CHUNK = 4 * 8
 
 
-def learner(seed, size=SIZE, chunk_bytes=CHUNK):
+def learner(seed, size=SIZE, chunk_bytes=CHUNK, codec=None):
     params = [torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))]
-    return params, Shadow(params, chunk_bytes=chunk_bytes)
+    return params, Shadow(params, chunk_bytes=chunk_bytes, codec=codec)
 
 
 class Network:
     """Two learners and a network that delivers any message at any time, twice, or never."""
 
-    def __init__(self):
-        self.learners = [learner(0), learner(1)]
+    def __init__(self, codec=None):
+        self.learners = [learner(0, codec=codec), learner(1, codec=codec)]
         self.edges = [Edge(shadow, window=2) for _, shadow in self.learners]
         self.flying = [[], []]  # towards 0, towards 1
         self.total = self.sum()
@@ -95,10 +96,10 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(actions, max_size=60))
-def test_mean_is_untouched_by_loss_reordering_and_duplication(script):
-    network = Network()
+@settings(max_examples=400, deadline=None)
+@given(st.lists(actions, max_size=60), st.sampled_from([None, codec("bf16")]))
+def test_mean_is_untouched_by_loss_reordering_and_duplication(script, code):
+    network = Network(code)
     for name, end, *rest in script:
         if name == "begin":
             network.begin(end, rest[0], rest[1])
@@ -121,6 +122,17 @@ def test_mean_is_untouched_by_loss_reordering_and_duplication(script):
     network.settle()
     network.publish()
     np.testing.assert_allclose(network.sum(), network.total, rtol=0, atol=1e-12)
+
+
+def test_ends_that_round_what_they_send_meet_as_near_as_it_is_fine():
+    network = Network(codec("bf16"))
+    a, b = (shadow.flat() for _, shadow in network.learners)
+    for chunk in range(3):
+        network.begin(0, chunk)
+        network.settle()
+    for _, shadow in network.learners:
+        np.testing.assert_allclose(shadow.flat(), (a + b) / 2, rtol=0, atol=2**-7)
+    np.testing.assert_allclose(network.sum(), a + b, rtol=0, atol=1e-12)
 
 
 def test_an_exchange_averages_with_its_weight():

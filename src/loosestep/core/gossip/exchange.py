@@ -52,8 +52,8 @@ class Vector(Protocol):
     """What an edge needs of the shadow."""
 
     def published_at(self, chunk: int) -> int: ...
-    def read(self, chunk: int, note: bytes = b"", slots: EdgeSlots | None = None) -> Any: ...
-    def move(
+    def offer(self, chunk: int, note: bytes = b"", slots: EdgeSlots | None = None) -> Any: ...
+    def meet(
         self,
         chunk: int,
         weight: float,
@@ -165,7 +165,7 @@ class Edge:
         return self._request(chunk, state.seen)
 
     def _take(self, chunk: int, q: int) -> Any:
-        return self._shadow.read(chunk, pack(Record.TAKE, self._peer, chunk, q), self.slots)
+        return self._shadow.offer(chunk, pack(Record.TAKE, self._peer, chunk, q), self.slots)
 
     def _ping(self, chunk: int | None = None) -> Message:
         if chunk is None:
@@ -232,7 +232,7 @@ class Edge:
         # The cache keeps the weight that was used: a repeated request is answered with exactly this
         # pair.
         pair.weight = min(pair.weight, message.weight)
-        moved = self._shadow.move(
+        moved = self._shadow.meet(
             message.chunk,
             pair.weight * self._pull,
             mine=pair.buffer.value,

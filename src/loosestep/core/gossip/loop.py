@@ -430,12 +430,15 @@ class Courier:
             raise FrameError("size", f"chunk {header.chunk}, the model has {self.shadow.chunks}")
         if header.kind not in _WITH_VALUE:
             return None
-        if header.dtype != DTYPE_CODES[self.shadow.dtype]:
+        # A pair is offered in a code, where there is one; what is read for a mean is not.
+        offered = header.kind != Kind.VALUE
+        dtype = self.shadow.offer_dtype if offered else self.shadow.dtype
+        if header.dtype != DTYPE_CODES[dtype]:
             raise FrameError(
-                "dtype",
-                f"rank {header.source} sends dtype {header.dtype}, expected {self.shadow.dtype}",
+                "dtype", f"rank {header.source} sends dtype {header.dtype}, expected {dtype}"
             )
-        expected = self.shadow.length(header.chunk) * self.shadow.dtype.itemsize
+        whole = self.shadow.length(header.chunk) * self.shadow.dtype.itemsize
+        expected = self.shadow.offer_bytes(header.chunk) if offered else whole
         if header.slot >= 0 and header.source in self._near and not body:
             body = self._near[header.source].read(header.slot, expected) or body
         if len(body) != expected:
@@ -444,7 +447,7 @@ class Courier:
             )
         if header.kind != Kind.VALUE and not 0 < header.weight <= 1:
             raise FrameError("weight", f"weight {header.weight} is not between 0 and 1")
-        return np.frombuffer(body, dtype=self.shadow.dtype)
+        return np.frombuffer(body, dtype=dtype)
 
     def _answer(self, header: Header) -> None:
         peer = header.source
@@ -593,7 +596,7 @@ class Courier:
         self.shadow.give(buffer)
 
     def _send_frame(self, header: Header, buffer: Buffer) -> None:
-        header.dtype = DTYPE_CODES[self.shadow.dtype]
+        header.dtype = DTYPE_CODES[buffer.value.dtype]
         header.slot = buffer.slot
         self._send(header, buffer, size=HEADER_BYTES + buffer.value.nbytes)
 

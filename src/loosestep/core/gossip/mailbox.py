@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loosestep.codecs import Codec
 from loosestep.core.gossip.budget import IDLE
 from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.loop import Courier
@@ -90,10 +91,12 @@ class Mailbox:
         check: Callable[[], None] = nothing,
         shared: bool = True,
         stop: Stop | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """`gradients`: how many a step of each rank stands for, and so how much its model weighs.
         `check`: called while peers are waited for, and raises when one of them will not come.
-        `shared`: peers of this host read values in this rank's memory, and it in theirs.
+        `shared`: peers of this host read values in this rank's memory, and it in theirs. `codec`:
+        how what pairs exchange is written.
         """
         if rank not in world or len(set(world)) != len(world):
             raise ValueError(
@@ -116,7 +119,7 @@ class Mailbox:
         # A recording needs boundaries that are complete at once, on an accelerator too: that waits
         # for it.
         relayed = None if tape is None else False
-        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=relayed)
+        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=relayed, codec=codec)
         if tape is not None:
             tape.number(chunk_bytes)
             self._shadow.tape = tape
@@ -155,6 +158,7 @@ class Mailbox:
                 "layout": layout.hex(),
                 "session": session,
                 "encrypt": encrypt,
+                "codec": str(codec or ""),
             }
             directory.publish(rank, card)
             for peer in peers:
@@ -164,7 +168,7 @@ class Mailbox:
                     self._neighbours.add(peer)
                     first = 3 * window * peers.index(peer)
                     places = range(first, first + 3 * window)
-                    slots[peer] = EdgeSlots(own, places, self._shadow.dtype)
+                    slots[peer] = EdgeSlots(own, places, self._shadow.offer_dtype)
                     memory = reach(theirs["memory"])
                     if memory is not None:
                         near[peer] = memory

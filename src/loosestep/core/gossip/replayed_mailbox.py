@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loosestep.codecs import Codec
 from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.ending import average
 from loosestep.core.gossip.mailbox import spread
@@ -36,6 +37,7 @@ class ReplayedMailbox:
         *,
         params: Sequence[torch.Tensor],
         gradients: Mapping[int, int] | None = None,
+        codec: Codec | None = None,
         **_: Any,
     ) -> None:
         self.rank = player.rank
@@ -45,7 +47,8 @@ class ReplayedMailbox:
         self.global_steps = 0
         self._player = player
         self._values = player.values
-        self._shadow = Shadow(params, chunk_bytes=player.number(0), relayed=False)
+        chunk_bytes = player.number(0)
+        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=False, codec=codec)
         self._mine: dict[tuple[int, int, int], tuple[Array, int]] = {}
         self._squares: dict[int, float] = {}
         self._mean: Array | None = None
@@ -151,14 +154,16 @@ class ReplayedMailbox:
             self._shadow.cross(chunk)
 
     def _take(self, peer: int, chunk: int, q: int) -> None:
-        value = self._shadow.read(chunk).value.copy()
+        value = self._shadow.offer(chunk).value.copy()
         self._mine[peer, chunk, q] = value, self._shadow.published_at(chunk)
         self._values.put(f"pair/{self.rank}/{peer}/{chunk}/{q}", value)
 
     def _fold(self, peer: int, chunk: int, q: int, weight: float) -> None:
         mine, snapshot = self._mine.pop((peer, chunk, q))
-        theirs = self._values.take(f"pair/{peer}/{self.rank}/{chunk}/{q}", peer, self._shadow.dtype)
-        moved = self._shadow.move(chunk, weight, mine=mine, theirs=theirs, snapshot=snapshot)
+        theirs = self._values.take(
+            f"pair/{peer}/{self.rank}/{chunk}/{q}", peer, self._shadow.offer_dtype
+        )
+        moved = self._shadow.meet(chunk, weight, mine=mine, theirs=theirs, snapshot=snapshot)
         before = self._squares.get(peer, moved.square)
         self._squares[peer] = before + 0.1 * (moved.square - before)
         self._chunks += 1

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loosestep.codecs import Codec
 from loosestep.core.gossip.exchange import Moved, NotFiniteError
 from loosestep.core.gossip.gpu_relay import Relay
 from loosestep.core.messages.frames import HEADER_BYTES
@@ -117,7 +119,9 @@ class Shadow:
         *,
         chunk_bytes: int = 1 << 20,
         relayed: bool | None = None,
+        codec: Codec | None = None,
     ) -> None:
+        """`codec`: how values are written that pairs exchange; nothing else is."""
         if not params:
             raise ValueError("a shadow needs at least one parameter, got none")
         wide = any(p.dtype == torch.float64 for p in params)
@@ -140,8 +144,13 @@ class Shadow:
         per_chunk = max(1, chunk_bytes // self.dtype.itemsize)
         self._chunks = _cut(self.sizes, per_chunk)
         self._difference = np.empty(min(per_chunk, self.size), dtype=self.dtype)
-        self._free: list[Buffer] = []
         self._whole = min(per_chunk, self.size) * self.dtype.itemsize
+        self._codec = codec
+        # Of whole chunks, and of their codes.
+        self._free: dict[int, list[Buffer]] = {self._whole: [], self.offer_bytes(0): []}
+        scratch = len(self._difference) if codec is not None else 0
+        self._own = np.empty(scratch, dtype=self.dtype)
+        self._theirs = np.empty(scratch, dtype=self.dtype)
         self._views = _Views(
             self._chunks, torch.from_numpy(self._base), torch.from_numpy(self._delta)
         )
@@ -170,13 +179,63 @@ class Shadow:
 
     def read(self, chunk: int, note: bytes = b"", slots: EdgeSlots | None = None) -> Buffer:
         """A copy of y[chunk]; in a slot, where one is free."""
-        part = self._chunks[chunk]
-        length = part.stop - part.start
+        length = self.length(chunk)
         buffer = (slots.take(length) if slots is not None else None) or self._take(length)
-        with self.lock:
-            self._into(part, buffer.value)
-            self._write(note, part.ahead)
+        self._copy(chunk, buffer.value, note)
         return buffer
+
+    def _copy(self, chunk: int, out: Array, note: bytes) -> None:
+        part = self._chunks[chunk]
+        with self.lock:
+            self._into(part, out)
+            self._write(note, part.ahead)
+
+    def offer(self, chunk: int, note: bytes = b"", slots: EdgeSlots | None = None) -> Buffer:
+        """What this rank sends of y[chunk] for a pair: a copy, or its code."""
+        if self._codec is None:
+            return self.read(chunk, note, slots)
+        value = self._own[: self.length(chunk)]
+        self._copy(chunk, value, note)
+        size = self.offer_bytes(chunk)
+        buffer = (slots.take(size) if slots is not None else None) or self._take_bytes(size)
+        self._codec.encode(_row(value), _row(buffer.value))
+        return buffer
+
+    def meet(
+        self,
+        chunk: int,
+        weight: float,
+        *,
+        mine: Array,
+        theirs: Array,
+        snapshot: int,
+        note: bytes = b"",
+    ) -> Moved:
+        """`move` by what two ends have offered: each uses its own value as it was sent, so that
+        they add and subtract the same and the mean stays, however coarse the codec.
+        """
+        if self._codec is not None:
+            length = self.length(chunk)
+            mine = self._decode(mine, self._own[:length])
+            theirs = self._decode(theirs, self._theirs[:length])
+        return self.move(chunk, weight, mine=mine, theirs=theirs, snapshot=snapshot, note=note)
+
+    def _decode(self, codes: Array, out: Array) -> Array:
+        assert self._codec is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that memory of a peer is read-only, which is all
+            self._codec.decode(_row(codes), _row(out))
+        return out
+
+    @property
+    def offer_dtype(self) -> np.dtype[Any]:
+        """Of what is offered: a code is bytes."""
+        return self.dtype if self._codec is None else np.dtype(np.uint8)
+
+    def offer_bytes(self, chunk: int) -> int:
+        """How many bytes an offer has."""
+        length = self.length(chunk)
+        return length * self.dtype.itemsize if self._codec is None else self._codec.size(length)
 
     def note(self, note: bytes) -> None:
         """Write down something that concerns no chunk."""
@@ -431,10 +490,15 @@ class Shadow:
         return out
 
     def _take(self, length: int) -> Buffer:
-        if length * self.dtype.itemsize == self._whole and self._free:
-            return self._free.pop()
-        raw = np.empty(HEADER_BYTES + length * self.dtype.itemsize, dtype=np.uint8)
-        return Buffer(raw.data, value=raw[HEADER_BYTES:].view(self.dtype))
+        buffer = self._take_bytes(length * self.dtype.itemsize)
+        buffer.value = buffer.value.view(self.dtype)
+        return buffer
+
+    def _take_bytes(self, size: int) -> Buffer:
+        if self._free.get(size):
+            return self._free[size].pop()
+        raw = np.empty(HEADER_BYTES + size, dtype=np.uint8)
+        return Buffer(raw.data, value=raw[HEADER_BYTES:])
 
     def buffer(self, chunk: int, value: Array) -> Buffer:
         """A copy of a value, ready to be sent."""
@@ -447,8 +511,10 @@ class Shadow:
         if buffer.home is not None:
             buffer.home.append(buffer.slot)
             return
-        if buffer.value.nbytes == self._whole and len(self._free) < 4 and not buffer.waiting:
-            self._free.append(buffer)
+        free = self._free.get(buffer.value.nbytes)
+        if free is not None and len(free) < 4 and not buffer.waiting:
+            buffer.value = buffer.value.view(np.uint8)
+            free.append(buffer)
 
 
 @dataclass(slots=True)
@@ -535,6 +601,11 @@ class _Views:
     def write_back(self, params: Sequence[torch.Tensor]) -> None:
         for index, flat in self._copies:
             params[index].detach().copy_(flat.view(params[index].shape))
+
+
+def _row(values: Array) -> torch.Tensor:
+    """The same memory as a tensor of one row."""
+    return torch.from_numpy(values)[None]
 
 
 def _flat_views(part: _Chunk, flat: torch.Tensor) -> list[torch.Tensor]:

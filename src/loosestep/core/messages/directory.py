@@ -112,6 +112,11 @@ class Directory:
                 "other. Set MASTER_ADDR to an address of rank 0's machine that the others reach, "
                 "not to a name that its own /etc/hosts takes for loopback"
             )
+        if card["codec"] != mine["codec"]:
+            raise ValueError(
+                f"rank {peer} has codec={card['codec'] or None}, this rank "
+                f"{mine['codec'] or None}: use the same on every rank"
+            )
         if card["encrypt"] != mine["encrypt"]:
             raise ValueError(
                 f"rank {peer} has encrypt={card['encrypt']}, this rank {mine['encrypt']}: use the "
