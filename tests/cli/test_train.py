@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cli.commands import TINY, loosestep
+from loosestep import Topology
+from loosestep.cli import common
 from loosestep.runfolder.config import Config
 from loosestep.runfolder.folder import RunFolder
 
@@ -126,6 +129,21 @@ def test_under_torchrun_the_given_ranks_train() -> None:
     assert folder.complete
 
 
+def test_the_folder_tells_how_many_ranks_each_node_really_had() -> None:
+    there = ["launch", "--nodes", "2", "--ranks-per-node", "2,1", "-m", "loosestep"]
+    train = ["train", TINY, "--strategy", "allreduce", "--gradients", "12", "--name", "uneven"]
+    done = subprocess.run(
+        [sys.executable, "-m", "loosestep", *there, *train],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    config = RunFolder(Path("runs/uneven")).config()
+    assert (config.nodes, config.ranks_per_node) == (2, "2,1")
+
+
 @pytest.fixture
 def given_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is rank 0 of two, by another launcher."""
@@ -136,6 +154,8 @@ def given_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         "GROUP_WORLD_SIZE": "2",
     }.items():
         monkeypatch.setenv(name, value)
+    there = SimpleNamespace(topology=Topology([[0], [1]]), close=lambda: None)
+    monkeypatch.setattr(common, "open_world", lambda topology, deadline: there)
 
 
 @pytest.mark.usefixtures("given_two_nodes")

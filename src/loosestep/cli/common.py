@@ -26,6 +26,7 @@ import loosestep
 from loosestep.cli.launch import refuse
 from loosestep.cli.options import NOT_SETTINGS
 from loosestep.cli.screen import Screen, spell_quality, spell_time
+from loosestep.core.world import open_world
 from loosestep.recipes import RecipeError, Task, find_recipe
 from loosestep.report.outcome import Outcome
 from loosestep.report.page import write_report
@@ -215,18 +216,21 @@ def summary(outcome: Outcome) -> str:
     )
 
 
-def as_given(launch: Launch) -> dict[str, Any]:
-    """Nodes and ranks as the outer launcher counts them."""
-    known = (
-        os.environ.get(name)
-        for name in ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-    )
-    nodes = min(int(next(filter(None, known), 1)), launch.world)
-    counts = [launch.world // nodes + (node < launch.world % nodes) for node in range(nodes)]
-    return {
-        "nodes": nodes,
-        "ranks_per_node": ",".join(map(str, counts)) if len(set(counts)) > 1 else str(counts[0]),
-    }
+@contextmanager
+def met(deadline: float) -> Iterator[dict[str, Any]]:
+    """Nodes and ranks as an outer launcher has laid them out, found by meeting the others; what
+    begins inside uses the same connections.
+    """
+    try:
+        world = open_world(None, deadline=deadline)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise TrainingError(str(error)) from error
+    try:
+        sizes = [str(len(node)) for node in world.topology.nodes]
+        same = len(set(sizes)) == 1
+        yield {"nodes": len(sizes), "ranks_per_node": sizes[0] if same else ",".join(sizes)}
+    finally:
+        world.close()
 
 
 def train_as_given(config: Config, folder: RunFolder, launch: Launch, console: Console) -> None:

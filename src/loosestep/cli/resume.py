@@ -11,9 +11,9 @@ from rich.markup import escape
 
 from loosestep.cli import options as asked
 from loosestep.cli.common import (
-    as_given,
     conclude,
     given_ranks,
+    met,
     one_line_errors,
     prepare,
     run_folder,
@@ -64,7 +64,8 @@ def resume(
                     f"the run; first run, outside of it: loosestep resume {run} --no-start with "
                     "--nodes, --ranks-per-node or --gradients"
                 )
-            train_as_given(config.but(**as_given(launch)), folder, launch, console)
+            with met(config.deadline) as nodes_and_ranks:
+                train_as_given(config.but(**nodes_and_ranks), folder, launch, console)
         nodes = config.nodes if nodes is None else nodes
         ranks_per_node = config.ranks_per_node if ranks_per_node is None else ranks_per_node
         # a mistake in them shows before anything is changed

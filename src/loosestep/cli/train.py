@@ -11,9 +11,9 @@ from rich.markup import escape
 
 from loosestep.cli import options as asked
 from loosestep.cli.common import (
-    as_given,
     conclude,
     given_ranks,
+    met,
     new_folder,
     one_line_errors,
     prepare,
@@ -128,7 +128,6 @@ def train_as_rank(config: Config, path: Path | None, launch: Launch, console: Co
             f"--bandwidth {config.bandwidth} needs ranks that train starts itself; under "
             f"{launch.launcher} leave it out"
         )
-    config = settle(config, prepare(config, Console(quiet=launch.rank != 0))).but(
-        **as_given(launch)
-    )
-    train_as_given(config, RunFolder(path), launch, console)
+    config = settle(config, prepare(config, Console(quiet=launch.rank != 0)))
+    with met(config.deadline) as nodes_and_ranks:
+        train_as_given(config.but(**nodes_and_ranks), RunFolder(path), launch, console)
