@@ -203,6 +203,44 @@ def main() -> None:
     write([json.loads(line) for line in LINES.read_text().splitlines()])
 
 
+def verdict(said: Sequence[Result]) -> str:
+    """A sentence a claim."""
+
+    def of(name: str, strategy: str, field: str) -> list[float]:
+        return [s[field] for s in said if (s["task"], s["strategy"]) == (name, strategy)]
+
+    def gap(name: str, strategy: str) -> float:
+        pairs = zip(of(name, strategy, "quality"), of(name, DDP, "quality"), strict=True)
+        return 100 * sum(own - base for own, base in pairs) / len(of(name, DDP, "quality"))
+
+    def less(name: str, strategy: str) -> float:
+        return 1 - ratios(of(name, strategy, "seconds"), of(name, DDP, "seconds")).median
+
+    kept = ", ".join(
+        f"{name} {gap(name, strategy):+.1f} ({strategy})"
+        for name in TASKS
+        for strategy in (OURS, PAPER)
+    )
+    won = ", ".join(
+        f"{less(name, strategy):.0%} ({strategy})"
+        for strategy in (OURS, PAPER)
+        for name in ("ResNet-20",)
+    )
+    unsure = ", ".join(f"{less('U-Net', strategy):.0%} ({strategy})" for strategy in (OURS, PAPER))
+    moved = any(period != 4 for s in said for period in s["periods"])
+    rule = (
+        "moved the period where the dotted line steps"
+        if moved
+        else (
+            "never moved the period: until the cool-down the loss fell by 5 % within three epochs"
+        )
+    )
+    return f"""**Equal quality with the whole schedule: holds for ours.** Warm-up, cycling and cool-down end beside torch DDP, in points, mean of three seeds: {kept}; the table has each seed's range. The
+paper's merge, which gives a part of every cycle's steps away, is behind on the U-Net in every seed. **Up to 34 % less time: holds where a step waits for the cable.** ResNet-20 on {BANDWIDTH} is
+done in {won} less time. The U-Net is not measurably faster ({unsure}, in the noise of two cores that four ranks share): its ranks wait for processors. The plateau rule
+{rule}."""
+
+
 def write(said: Sequence[Result]) -> None:
     """The section."""
     picture = plot(
@@ -216,7 +254,7 @@ def write(said: Sequence[Result]) -> None:
         "schedule",
         f"""## DASO's whole schedule
 
-VERDICT
+{verdict(said)}
 
 {picture}
 
