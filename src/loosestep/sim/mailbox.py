@@ -23,8 +23,9 @@ from loosestep.core.gossip.ending import average
 from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError, pull_of
 from loosestep.core.gossip.loop import KEPT_ROUNDS
 from loosestep.core.gossip.mailbox import in_flight, spread
+from loosestep.core.gossip.memory import Fold
 from loosestep.core.gossip.peer import Pending, Rota, Transfer
-from loosestep.core.gossip.shadow import Fold, Shadow
+from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.messages.frames import HEADER_BYTES, Kind
 from loosestep.sim.clock import Clock, Gate
 from loosestep.sim.links import Links

@@ -27,7 +27,7 @@ from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.rank_gossip import Opens, kept_positive, meeting, statistics, tell_fold
 from loosestep.core.gossip.budget import RELAYING
 from loosestep.core.gossip.contract import GossipMailbox
-from loosestep.core.gossip.shadow import Fold
+from loosestep.core.gossip.memory import Fold
 from loosestep.core.pending import Pending
 from loosestep.core.replica.replica import Replica, Snapshot
 from loosestep.core.replica.shards import is_dtensor, local, pieces, reshard, sharding_modules

@@ -19,7 +19,7 @@ from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.momentum import momentum
 from loosestep.core.errors import LostPeer
 from loosestep.core.gossip.contract import GossipMailbox
-from loosestep.core.gossip.shadow import Fold
+from loosestep.core.gossip.memory import Fold
 from loosestep.core.replica.replica import Replica
 from loosestep.core.replica.shards import local, reshard, sharding_modules
 from loosestep.core.world import World

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from numpy.typing import NDArray
 
-from loosestep.core.gossip.shadow import Fold
+from loosestep.core.gossip.memory import Fold
 
 Mode = Literal["due", "whole", "publish", "lift"]
 """How a model crosses a step boundary. "due": if that is worth its cost now. "whole": completely,

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loosestep.core.gossip.fetch import Answers, Fetch
-from loosestep.core.gossip.shadow import Shadow
+from loosestep.core.gossip.memory import Memory
 from loosestep.core.messages.frames import Flags, Topic
 from loosestep.core.messages.members import Members
 from loosestep.record.format import Kind as Record
@@ -41,7 +41,7 @@ class Ending:
     def __init__(
         self,
         rank: int,
-        shadow: Shadow,
+        shadow: Memory,
         members: Members,
         *,
         retry: float,
@@ -152,7 +152,7 @@ class Ending:
 
 
 def average(
-    shadow: Shadow, chunk: int, values: dict[int, Array], out: Array, weights: Mapping[int, int]
+    shadow: Memory, chunk: int, values: dict[int, Array], out: Array, weights: Mapping[int, int]
 ) -> None:
     """out[chunk] <- weighted mean of the values, summed in rank order in float64."""
     total = np.zeros(shadow.length(chunk), dtype=np.float64)

@@ -30,7 +30,8 @@ from loosestep.core.replica.staging import Groups, Staging
 from loosestep.core.thread import Stream
 
 if TYPE_CHECKING:
-    from loosestep.core.gossip.shadow import Fold, Shadow
+    from loosestep.core.gossip.memory import Fold
+    from loosestep.core.gossip.shadow import Shadow
 
 
 class Relay:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from loosestep.core.gossip.ending import Ending, average
 from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError, pull_of
 from loosestep.core.gossip.fetch import Answers, Fetch
+from loosestep.core.gossip.memory import Memory
 from loosestep.core.gossip.peer import Link, Pending, Timing, Transfer
-from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.messages.frames import (
     DTYPE_CODES,
     HEADER_BYTES,
@@ -54,7 +54,7 @@ class Courier:
     def __init__(
         self,
         rank: int,
-        shadow: Shadow,
+        shadow: Memory,
         *,
         wire: Wire,
         transport: Transport,

@@ -41,8 +41,9 @@ from loosestep.codecs import Codec
 from loosestep.core.gossip.budget import IDLE
 from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.loop import Courier
+from loosestep.core.gossip.memory import Fold
 from loosestep.core.gossip.peer import Pending, Rota, Timing
-from loosestep.core.gossip.shadow import Fold, Shadow
+from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.keys import key_bytes
 from loosestep.core.messages.address import bind_host, is_loopback, port_range
 from loosestep.core.messages.directory import Directory, Store

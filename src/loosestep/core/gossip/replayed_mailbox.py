@@ -19,8 +19,9 @@ from loosestep.codecs import Codec
 from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.ending import average
 from loosestep.core.gossip.mailbox import spread
+from loosestep.core.gossip.memory import Fold
 from loosestep.core.gossip.peer import Pending
-from loosestep.core.gossip.shadow import Fold, Shadow
+from loosestep.core.gossip.shadow import Shadow
 from loosestep.record.format import DIED, FINISHED, Kind, Record
 from loosestep.record.player import Player
 

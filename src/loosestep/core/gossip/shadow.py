@@ -17,101 +17,38 @@ mean stays exact. Parameters on an accelerator reach the shadow through a relay,
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from loosestep.codecs import Codec
-from loosestep.core.gossip.exchange import Moved, NotFiniteError
 from loosestep.core.gossip.gpu_relay import Relay
-from loosestep.core.messages.frames import HEADER_BYTES
-from loosestep.core.messages.slots import Buffer, EdgeSlots
+from loosestep.core.gossip.memory import (
+    BASE,
+    DELTA,
+    ICED,
+    LANDED,
+    OLDEST,
+    SPARE,
+    Fold,
+    Landings,
+    Memory,
+    make_table,
+)
 from loosestep.record.format import Kind, pack, pack_boundary
 
 Array = NDArray[Any]
 Span = slice
 
-SAMPLE_STRIDE = 16  # every 16th number of a difference is enough for the consensus distance
 
-
-@dataclass(slots=True)
-class Fold:
-    """What a step boundary did. `staleness_*` count the steps between the snapshot of an
-    exchange and its fold.
-    """
-
-    chunks: int = 0  # chunk exchanges that landed
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    seconds: float = 0.0
-    # folding would have cost too large a share of the time: it comes with a later step
-    skipped: bool = False
-
-
-@dataclass(slots=True)
-class Landings:
-    """Chunk exchanges that have landed: how many, and after which steps their snapshots were
-    taken, summed and lowest.
-    """
-
-    chunks: int = 0
-    total: int = 0
-    oldest: int = 0
-
-    def add(self, other: Landings) -> None:
-        """More have landed."""
-        if other.chunks:
-            self.oldest = min(self.oldest, other.oldest) if self.chunks else other.oldest
-            self.chunks = self.chunks + other.chunks
-            self.total = self.total + other.total
-
-    def fold(self, step: int, *, seconds: float) -> Fold:
-        """They are in the parameters after this step."""
-        if not self.chunks:
-            return Fold(seconds=seconds)
-        mean = step - self.total / self.chunks
-        return Fold(
-            self.chunks, staleness_mean=mean, staleness_max=step - self.oldest, seconds=seconds
-        )
-
-
-@dataclass(slots=True)
-class _Chunk:
-    start: int
-    stop: int
-    # tensor, start in it, stop in it, start in the flat vector
-    segments: list[tuple[int, int, int, int]]
-    dirty: bool = False  # delta holds something
-    frozen: bool = False  # so does what a relay has taken
-    ahead: bool = False  # a boundary under way has not passed this chunk yet
-    published: int = 0  # the step after which it was last crossed in a boundary of some chunks
-    landed: Landings = field(default_factory=Landings)
-
-    def take(self) -> Landings:
-        """What has landed since the last time."""
-        landed = self.landed
-        self.landed = Landings()
-        return landed
-
-
-class Writer(Protocol):
-    """Where a shadow writes down what happens to it."""
-
-    def write(self, body: bytes, behind: bool = False) -> None: ...
-
-
-class Shadow:
-    """One flat vector over a list of tensors, in chunks. With a `tape`, every `note` is written
-    to it under the lock.
-    """
+class Shadow(Memory):
+    """One flat vector over a list of tensors, in chunks."""
 
     def __init__(
         self,
@@ -125,35 +62,23 @@ class Shadow:
         if not params:
             raise ValueError("a shadow needs at least one parameter, got none")
         wide = any(p.dtype == torch.float64 for p in params)
-        self.dtype: np.dtype[Any] = np.dtype("<f8" if wide else "<f4")
+        self.dtype = np.dtype("<f8" if wide else "<f4")
         self.sizes = [p.numel() for p in params]
         self.size = sum(self.sizes)
-        self.lock = threading.Lock()
-        # that the learner has made, folded or not; whoever calls `boundary` counts them
-        self.steps = 0
-        self.published = 0  # the step whose parameters the base holds, or newer ones in some chunks
-        self.tape: Writer | None = None
         self._boundary: _Boundary | None = None
         if relayed is None:
             relayed = len({p.device for p in params}) == 1 and params[0].device.type != "cpu"
         self.relay = Relay(self, params) if relayed else None
-        self._base = self._memory()
-        self._delta = self._memory()
-        self._frozen = self._delta
-        self._spare = self._memory() if relayed else self._base
         per_chunk = max(1, chunk_bytes // self.dtype.itemsize)
-        self._chunks = _cut(self.sizes, per_chunk)
-        self._difference = np.empty(min(per_chunk, self.size), dtype=self.dtype)
-        self._whole = min(per_chunk, self.size) * self.dtype.itemsize
-        self._codec = codec
-        # Of whole chunks, and of their codes.
-        self._free: dict[int, list[Buffer]] = {self._whole: [], self.offer_bytes(0): []}
-        scratch = len(self._difference) if codec is not None else 0
-        self._own = np.empty(scratch, dtype=self.dtype)
-        self._theirs = np.empty(scratch, dtype=self.dtype)
-        self._views = _Views(
-            self._chunks, torch.from_numpy(self._base), torch.from_numpy(self._delta)
+        segments = _cut(self.sizes, per_chunk)
+        super().__init__(
+            [self._memory() for _ in range(3 if relayed else 2)],
+            make_table(len(segments)),
+            per_chunk=per_chunk,
+            lock=threading.Lock(),
+            codec=codec,
         )
+        self._views = _Views(segments, torch.from_numpy(self._base), torch.from_numpy(self._delta))
         with self.lock:
             self._views.of(params).adopt_all()
         if relayed:
@@ -163,164 +88,10 @@ class Shadow:
         return np.empty(self.size, dtype=self.dtype) if self.relay is None else self.relay.memory()
 
     @property
-    def chunks(self) -> int:
-        return len(self._chunks)
-
-    @property
-    def largest_chunk_bytes(self) -> int:
-        return self._whole
-
-    def published_at(self, chunk: int) -> int:
-        """The step whose parameters the base holds in a chunk."""
-        return max(self.published, self._chunks[chunk].published)
-
-    def length(self, chunk: int) -> int:
-        return self._chunks[chunk].stop - self._chunks[chunk].start
-
-    def read(self, chunk: int, note: bytes = b"", slots: EdgeSlots | None = None) -> Buffer:
-        """A copy of y[chunk]; in a slot, where one is free."""
-        length = self.length(chunk)
-        buffer = (slots.take(length) if slots is not None else None) or self._take(length)
-        self._copy(chunk, buffer.value, note)
-        return buffer
-
-    def _copy(self, chunk: int, out: Array, note: bytes) -> None:
-        part = self._chunks[chunk]
-        with self.lock:
-            self._into(part, out)
-            self._write(note, part.ahead)
-
-    def offer(self, chunk: int, note: bytes = b"", slots: EdgeSlots | None = None) -> Buffer:
-        """What this rank sends of y[chunk] for a pair: a copy, or its code."""
-        if self._codec is None:
-            return self.read(chunk, note, slots)
-        value = self._own[: self.length(chunk)]
-        self._copy(chunk, value, note)
-        size = self.offer_bytes(chunk)
-        buffer = (slots.take(size) if slots is not None else None) or self._take_bytes(size)
-        self._codec.encode(_row(value), _row(buffer.value))
-        return buffer
-
-    def meet(
-        self,
-        chunk: int,
-        weight: float,
-        *,
-        mine: Array,
-        theirs: Array,
-        snapshot: int,
-        note: bytes = b"",
-    ) -> Moved:
-        """`move` by what two ends have offered: each uses its own value as it was sent, so that
-        they add and subtract the same and the mean stays, however coarse the codec.
-        """
-        if self._codec is not None:
-            length = self.length(chunk)
-            mine = self._decode(mine, self._own[:length])
-            theirs = self._decode(theirs, self._theirs[:length])
-        return self.move(chunk, weight, mine=mine, theirs=theirs, snapshot=snapshot, note=note)
-
-    def _decode(self, codes: Array, out: Array) -> Array:
-        assert self._codec is not None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that memory of a peer is read-only, which is all
-            self._codec.decode(_row(codes), _row(out))
-        return out
-
-    @property
-    def offer_dtype(self) -> np.dtype[Any]:
-        """Of what is offered: a code is bytes."""
-        return self.dtype if self._codec is None else np.dtype(np.uint8)
-
-    def offer_bytes(self, chunk: int) -> int:
-        """How many bytes an offer has."""
-        length = self.length(chunk)
-        return length * self.dtype.itemsize if self._codec is None else self._codec.size(length)
-
-    def note(self, note: bytes) -> None:
-        """Write down something that concerns no chunk."""
-        with self.lock:
-            self._write(note)
-
-    def _write(self, note: bytes, behind: bool = False) -> None:
-        if self.tape is not None and note:
-            self.tape.write(note, behind)
-
-    def read_into(self, chunk: int, out: Array) -> None:
-        """out[chunk] <- y[chunk] in a flat vector."""
-        part = self._chunks[chunk]
-        with self.lock:
-            self._into(part, out[part.start : part.stop])
-
-    def store(self, chunk: int, value: Array, out: Array) -> None:
-        """out[chunk] <- value in a flat vector."""
-        part = self._chunks[chunk]
-        out[part.start : part.stop] = value
-
-    def slice(self, chunk: int, flat: Array) -> Array:
-        part = self._chunks[chunk]
-        return flat[part.start : part.stop]
-
-    def _into(self, part: _Chunk, out: Array) -> None:
-        span = slice(part.start, part.stop)
-        y = self._base[span]
-        # of a model that has diverged: its peers refuse it
-        with np.errstate(over="ignore", invalid="ignore"):
-            if part.frozen:
-                y = np.add(y, self._frozen[span], out=out)
-            if part.dirty:
-                y = np.add(y, self._delta[span], out=out)
-        if y is not out:
-            np.copyto(out, y)
-
-    def move(
-        self,
-        chunk: int,
-        weight: float,
-        *,
-        mine: Array,
-        theirs: Array,
-        snapshot: int,
-        note: bytes = b"",
-    ) -> Moved:
-        """delta[chunk] += weight (theirs - mine); refused as a whole when `theirs` is not
-        finite.
-        """
-        part = self._chunks[chunk]
-        difference = self._difference[: part.stop - part.start]
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.subtract(theirs, mine, out=difference)
-            total = float(difference.sum())
-            # A finite sum proves every number finite; one that is not may be an overflow, so look
-            # again.
-            if not math.isfinite(total) and not np.isfinite(theirs).all():
-                raise NotFiniteError(f"chunk {chunk} holds NaN or Inf")
-            sample = difference[::SAMPLE_STRIDE]
-            square = float(np.einsum("i,i->", sample, sample)) / max(1, len(sample))
-        with self.lock:
-            self._add(part, difference, weight)
-            part.landed.add(Landings(1, snapshot, snapshot))
-            self._write(note, part.ahead)
-        return Moved(weight * total, square)
-
-    def _add(self, part: _Chunk, difference: Array, weight: float) -> None:
-        """delta += weight difference, which is overwritten."""
-        target = self._delta[part.start : part.stop]
-        with np.errstate(over="ignore", invalid="ignore"):
-            if part.dirty:
-                difference *= weight
-                target += difference
-            else:
-                # the first since the boundary: no need to zero before
-                np.multiply(difference, weight, out=target)
-                part.dirty = True
-
-    @property
     def age(self) -> int:
         """Steps since the oldest snapshot of what has landed and is not in the parameters yet."""
-        return self.steps - min(
-            (part.landed.oldest for part in self._chunks if part.landed.chunks), default=self.steps
-        )
+        waiting = self._rows[:, LANDED] > 0
+        return self.steps - int(self._rows[waiting, OLDEST].min(initial=self.steps))
 
     def stale(self, chunks: Sequence[int] | None = None) -> list[int] | None:
         """Which of these chunks do not hold the parameters of this step; where they cannot cross
@@ -340,7 +111,8 @@ class Shadow:
     @property
     def waiting(self) -> list[int]:
         """The chunks in which something has landed that is not in the parameters yet."""
-        return [chunk for chunk, part in enumerate(self._chunks) if part.landed.chunks]
+        found: list[int] = np.flatnonzero(self._rows[:, LANDED]).tolist()
+        return found
 
     @property
     def busy(self) -> bool:
@@ -398,8 +170,8 @@ class Shadow:
         """
         landed = Landings()
         with self.lock:
-            self._frozen = self._delta
-            self._delta = self._spare
+            self._all[ICED] = self._all[DELTA]
+            self._all[DELTA] = self._all[SPARE]
             for part in self._chunks:
                 part.frozen = part.dirty
                 part.dirty = False
@@ -424,8 +196,8 @@ class Shadow:
         the base.
         """
         with self.lock:
-            self._spare = self._base
-            self._base = self._frozen
+            self._all[SPARE] = self._all[BASE]
+            self._all[BASE] = self._all[ICED]
             self.published = step
 
     def open_boundary(
@@ -453,7 +225,8 @@ class Shadow:
                 part.dirty = boundary.views.fold(chunk)
             else:
                 boundary.views.adopt(chunk)
-            part.ahead, part.published = False, self.steps
+            part.ahead = False
+            part.published = self.steps
             boundary.landed.add(part.take())
 
     def close_boundary(self, params: Sequence[torch.Tensor]) -> Fold:
@@ -479,42 +252,8 @@ class Shadow:
             np.copyto(self._base, flat)
             for part in self._chunks:
                 part.dirty = False
-                part.landed = Landings()
+                part.take()
         unflatten(flat, params)
-
-    def flat(self) -> Array:
-        """A copy of y."""
-        out = np.empty(self.size, dtype=self.dtype)
-        for chunk in range(self.chunks):
-            self.read_into(chunk, out)
-        return out
-
-    def _take(self, length: int) -> Buffer:
-        buffer = self._take_bytes(length * self.dtype.itemsize)
-        buffer.value = buffer.value.view(self.dtype)
-        return buffer
-
-    def _take_bytes(self, size: int) -> Buffer:
-        if self._free.get(size):
-            return self._free[size].pop()
-        raw = np.empty(HEADER_BYTES + size, dtype=np.uint8)
-        return Buffer(raw.data, value=raw[HEADER_BYTES:])
-
-    def buffer(self, chunk: int, value: Array) -> Buffer:
-        """A copy of a value, ready to be sent."""
-        buffer = self._take(self.length(chunk))
-        np.copyto(buffer.value, value)
-        return buffer
-
-    def give(self, buffer: Buffer) -> None:
-        """Take a buffer back that no edge refers to any more."""
-        if buffer.home is not None:
-            buffer.home.append(buffer.slot)
-            return
-        free = self._free.get(buffer.value.nbytes)
-        if free is not None and len(free) < 4 and not buffer.waiting:
-            buffer.value = buffer.value.view(np.uint8)
-            free.append(buffer)
 
 
 @dataclass(slots=True)
@@ -533,7 +272,9 @@ class _Views:
     tensor has moved.
     """
 
-    def __init__(self, chunks: list[_Chunk], base: torch.Tensor, delta: torch.Tensor) -> None:
+    def __init__(
+        self, chunks: list[list[Segment]], base: torch.Tensor, delta: torch.Tensor
+    ) -> None:
         self._chunks = chunks
         self._bases = [_flat_views(part, base) for part in chunks]
         self._deltas = [_flat_views(part, delta) for part in chunks]
@@ -548,7 +289,7 @@ class _Views:
             return self
         flats = [p.detach().reshape(-1) for p in params]
         self._copies = [(i, flats[i]) for i, p in enumerate(params) if not p.is_contiguous()]
-        self._xs = [[flats[t][a:b] for t, a, b, _ in part.segments] for part in self._chunks]
+        self._xs = [[flats[t][a:b] for t, a, b, _ in part] for part in self._chunks]
         self._key = key
         return self
 
@@ -603,13 +344,8 @@ class _Views:
             params[index].detach().copy_(flat.view(params[index].shape))
 
 
-def _row(values: Array) -> torch.Tensor:
-    """The same memory as a tensor of one row."""
-    return torch.from_numpy(values)[None]
-
-
-def _flat_views(part: _Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
-    return [flat[start : start + b - a] for _, a, b, start in part.segments]
+def _flat_views(part: list[Segment], flat: torch.Tensor) -> list[torch.Tensor]:
+    return [flat[start : start + b - a] for _, a, b, start in part]
 
 
 def _runs(spans: list[slice]) -> list[slice]:
@@ -622,18 +358,21 @@ def _runs(spans: list[slice]) -> list[slice]:
     return runs
 
 
-def _cut(sizes: list[int], per_chunk: int) -> list[_Chunk]:
+Segment = tuple[int, int, int, int]  # tensor, start in it, stop in it, start in the flat vector
+
+
+def _cut(sizes: Sequence[int], per_chunk: int) -> list[list[Segment]]:
+    """The segments of every chunk."""
     total = sum(sizes)
-    chunks = [
-        _Chunk(start, min(start + per_chunk, total), []) for start in range(0, total, per_chunk)
-    ]
+    chunks: list[list[Segment]] = [[] for _ in range(0, total, per_chunk)]
     offset = 0
     for tensor, size in enumerate(sizes):
         position = 0
         while position < size:
-            part = chunks[(offset + position) // per_chunk]
-            length = min(size - position, part.stop - offset - position)
-            part.segments.append((tensor, position, position + length, offset + position))
+            chunk = (offset + position) // per_chunk
+            stop = min((chunk + 1) * per_chunk, total)
+            length = min(size - position, stop - offset - position)
+            chunks[chunk].append((tensor, position, position + length, offset + position))
             position += length
         offset += size
     return chunks
