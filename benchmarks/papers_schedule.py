@@ -133,11 +133,12 @@ def draw(axes: Any, said: Sequence[Result], name: str) -> None:
         epochs = runs[0]["total"] / runs[0]["epoch"]
         at = [epochs * (point + 1) / len(middle) for point in range(len(middle))]
         axes.plot(at, middle, color=colour, lw=1.5, label=strategy)
-        if runs[0]["periods"]:
-            periods = runs[0]["periods"]
-            at = [epochs * (step + 1) / len(periods) for step in range(len(periods))]
-            offset = 0.08 if strategy == PAPER else 0.0
-            below.step(at, [period + offset for period in periods], color=colour, lw=1, ls=":")
+        for run in runs:
+            if run["periods"]:
+                at = [epochs * (step + 1) / run["total"] for step in range(run["total"])]
+                offset = 0.1 * run["seed"] + (0.3 if strategy == PAPER else 0.0)
+                periods = [period + offset for period in run["periods"]]
+                below.step(at, periods, color=colour, lw=1, ls=":")
     ramp = runs[0]["ramp"] / runs[0]["epoch"]
     for begin, text in ((0.0, "warm-up"), (epochs - ramp, "cool-down")):
         axes.axvspan(begin, begin + ramp, color="#999999", alpha=0.18, lw=0)
@@ -152,7 +153,7 @@ def draw(axes: Any, said: Sequence[Result], name: str) -> None:
             rotation=90,
         )
     below.set(ylim=(0, 16), yticks=[1, 2, 4])
-    below.set_ylabel("period (dotted), first seed", loc="bottom")
+    below.set_ylabel("period (dotted), each seed", loc="bottom")
     below.grid(False)
     axes.set(xlabel="epochs", ylabel="training loss", yscale="log", title=name)
     axes.legend(frameon=False, fontsize=8, loc="center right")
