@@ -38,7 +38,8 @@ $(PEERS)/.ready: $(READY) benchmarks/peers/requirements.txt
 
 BESIDE = throughput time_to_accuracy stragglers kill footprint scaling
 ALONE = daso_throughput gossip_throughput exchange_cost gossip_cpu attach_overhead accuracy gossip_accuracy compiled \
-        prediction published_shapes simulated_learners simulated_accuracy replay
+        prediction published_shapes simulated_learners simulated_accuracy replay \
+        papers_rate papers_schedule papers_published
 
 bench: $(PEERS)/.ready
 	set -e; for name in $(BESIDE) claims; do $(PEERS)/bin/python benchmarks/$$name.py; done

@@ -404,7 +404,7 @@ def write(results: Sequence[Result]) -> None:
         f"""## The rate
 
 **The rate: holds.** Once settled, the mean squared gradient of the mean model falls as K to the power of -.5 on the quadratic (slopes below; the
-small network's is a little flatter at its end), for every number of learners and every delay, and lies under the bound everywhere. **Linear speed-up: holds.** K
+small network's is a little flatter at its end), for every number of learners and every delay that settles, under the bound. **Linear speed-up: holds.** K
 counts everybody's gradients, and with as many of them 64 learners reach {ends[3] / ends[0]:.2f} times what one reaches (16: {ends[2] / ends[0]:.2f}, 4: {ends[1] / ends[0]:.2f}), in a 64th
 of the steps each. **The transient: its order holds, its length is far shorter than promised.** What is measured grows with learners and with the delay, as
 the theorem says, but settles {shorter(results)} earlier than the theorem asks for. Before that, trainings with the theorem's step do not converge slowly: they

@@ -117,8 +117,8 @@ def run(quick: bool, data: Path, *, one: bool = False) -> list[Result]:
         if LINES.exists() and not quick
         else []
     )
-    for name in STRATEGIES:
-        for factor in (1, 3, 10) if name in FREE else (1,):
+    for factor in (1, 10, 3):
+        for name in STRATEGIES if factor == 1 else FREE:
             wanted = {"strategy": name, "slow": factor, "total": total}
             if any(wanted.items() <= line.items() for line in known):
                 continue
