@@ -54,6 +54,19 @@ def test_an_exchange_that_fits_behind_a_step_costs_nothing() -> None:
     assert seconds_per_step("daso:period=4,delay=1", parameters=MEGABYTE) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(("codec", "share"), [("bf16", 0.5), ("int8", 0.25)])
+@pytest.mark.parametrize("text", ["delay-by-one:replica=rank,", "allreduce:"])
+def test_codes_are_a_part_of_the_bytes(text: str, codec: str, share: float) -> None:
+    whole, coded = (
+        predict(
+            f"{text}codec={name}", PAIR, cluster(), parameters=9 * MEGABYTE, steps=9, machine=IDEAL
+        )
+        for name in ("none", codec)
+    )
+    assert coded.bytes_per_gradient == pytest.approx(share * whole.bytes_per_gradient, rel=0.01)
+    assert coded.seconds_per_step < 0.75 * whole.seconds_per_step
+
+
 def test_a_step_takes_as_long_as_its_bytes_when_they_do_not_fit() -> None:
     assert seconds_per_step("delay-by-one:replica=rank", parameters=3 * MEGABYTE) == pytest.approx(
         0.3, rel=0.01

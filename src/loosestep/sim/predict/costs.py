@@ -14,6 +14,8 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from loosestep.codecs import Codec
+from loosestep.core.collectives.coded import UNIT
 from loosestep.core.collectives.collective import PIECE
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.predict.machine import Machine
@@ -22,6 +24,7 @@ from loosestep.topology import Topology
 Times = NDArray[np.float64]
 
 NUMBER = 4  # bytes: parameters are float32
+CODED_PASSES = 8  # over memory: the codes themselves are made in the cache
 SLOT = 4 << 20  # bytes that the ranks of a node show each other at a time
 
 
@@ -122,31 +125,35 @@ class Costs:
         work = self._machine.work(size, passes=2 + self.mates, operations=1)
         return Cost(work + self._from_mates((self.mates - 1) * size, size))
 
-    def lanes_average(self, size: float) -> Cost:
+    def lanes_average(self, size: float, codec: Codec | None = None) -> Cost:
         """All lanes average their shard of a vector at the same time, in pieces, one after the
-        other.
+        other; or in codes, which are written and read on both ways.
         """
         if self.members == 1:
             return Cost(0.0)
         shard = size / self.lanes
         wire = sent = 0.0
+        coded = 1.0 if codec is None else codec.bytes_per_value / NUMBER
         for shares in (self._swapped, self._passed):
-            leaving = shares * shard
+            leaving = shares * shard * coded
             wire += max(leaving.max() / self._rate, leaving.sum() / self._backbone)
             sent += float(leaving.sum())
-        pieces = ceil(shard / (PIECE * NUMBER))
+        passes = 4 if codec is None else CODED_PASSES
+        pieces = ceil(shard / ((PIECE if codec is None else UNIT) * NUMBER))
         hops = pieces * self.members * (self._cluster.latency_seconds + self._machine.message)
         return Cost(
-            wire + hops + self._machine.work(shard, passes=4, operations=pieces), wire, sent
+            wire + hops + self._machine.work(shard, passes=passes, operations=pieces), wire, sent
         )
 
-    def world_average(self, size: float) -> Cost:
+    def world_average(self, size: float, codec: Codec | None = None) -> Cost:
         """Gradients: gather them, sum inside the node, means across nodes, share inside the
         node, scatter them.
         """
-        return Cost(self._machine.work(size, passes=5, operations=1)) + self._average_by_node(size)
+        return Cost(self._machine.work(size, passes=5, operations=1)) + self._average_by_node(
+            size, codec
+        )
 
-    def exchange(self, size: float, *, lane: int | None = None) -> Cost:
+    def exchange(self, size: float, *, lane: int | None = None, codec: Codec | None = None) -> Cost:
         """Everybody says what it is at, lanes average, the node shares the result, everybody
         tells how far it was.
         """
@@ -157,20 +164,22 @@ class Costs:
             spread = size / self._cluster.node_bytes_per_second + self._machine.message
             return around + self.lanes_average(size) + Cost(more + spread)
         if self._single and self.mates > 1:  # each piece is copied first
-            return around + Cost(self._machine.work(size)) + self._average_by_node(size)
+            return around + Cost(self._machine.work(size)) + self._average_by_node(size, codec)
         return (
-            around + self.lanes_average(size) + (self._share(size) if self.mates > 1 else Cost(0.0))
+            around
+            + self.lanes_average(size, codec)
+            + (self._share(size) if self.mates > 1 else Cost(0.0))
         )
 
-    def _average_by_node(self, size: float) -> Cost:
+    def _average_by_node(self, size: float, codec: Codec | None) -> Cost:
         """Sums inside the node, means across nodes, shared inside the node."""
         if self.mates == 1:
-            return self.lanes_average(size)
+            return self.lanes_average(size, codec)
         others = (self.mates - 1) * size / self.lanes
         summed = Cost(
             self._machine.work(size, passes=3, operations=1) + self._from_mates(others, size)
         )
-        return summed + self.lanes_average(size) + self._share(size)
+        return summed + self.lanes_average(size, codec) + self._share(size)
 
     def gather_shards(self, size: float) -> Cost:
         """The ranks of a node meet and put the model together from the shard that each of them

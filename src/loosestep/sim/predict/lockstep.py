@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from loosestep.codecs import Codec
 from loosestep.core.contracts import Landed, Outer, Scope, Vector
 from loosestep.core.engines.gradients import fill_buckets
 from loosestep.core.replica.replica import Replica
@@ -37,7 +38,10 @@ class Gradients:
     ones first.
     """
 
-    def __init__(self, sizes: Sequence[int], nodes: Nodes, costs: Costs) -> None:
+    def __init__(
+        self, sizes: Sequence[int], nodes: Nodes, costs: Costs, codec: Codec | None = None
+    ) -> None:
+        self._codec = codec
         self._nodes = nodes
         self._costs = costs
         buckets = [
@@ -75,7 +79,7 @@ class Gradients:
             if not across:
                 free = self._nodes.latest(there) + costs.node_average(size).seconds
                 continue
-            cost = costs.world_average(size)
+            cost = costs.world_average(size, self._codec)
             free = np.full_like(free, there.max() + cost.seconds + contend(there, cost.wire))
             sent += cost.sent
         return np.maximum(begin + seconds, free), sent
@@ -121,7 +125,7 @@ class CollectiveClocks:
         self._fixed = fixed
         self._loss = loss
         self._nodes = Nodes(topology)
-        self._gradients = Gradients(sizes, self._nodes, costs)
+        self._gradients = Gradients(sizes, self._nodes, costs, strategy.gradients_in)
         self._replica = Replica(nn.Linear(1, 1))  # strategies fold into a model of two numbers
         self._flight: Flight | None = None
         self._observed = (0.0, 0)
@@ -166,10 +170,12 @@ class CollectiveClocks:
         vector: Vector | None = None,
         outer: Outer | None = None,
         now: bool = False,
+        wire: torch.dtype | None = None,
     ) -> None:
         """Leaves when the last rank is here."""
         self.clock = self.clock + self._costs.snapshot(self._size)
-        cost = self._count(self._costs.exchange(self._size, lane=lane))
+        size = self._size * _share(wire)
+        cost = self._count(self._costs.exchange(size, lane=lane, codec=self.strategy.moves_in))
         self.state["exchanges"] += 1
         losses = self._observed
         self._observed = (0.0, 0)
@@ -208,8 +214,7 @@ class CollectiveClocks:
     def average(self, *, wire: torch.dtype | None = None) -> None:
         """Blocking, over the lanes."""
         self.state["exchanges"] += 1
-        share = 1.0 if wire is None else wire.itemsize / torch.float32.itemsize
-        self._block(self._costs.exchange(share * self._size))
+        self._block(self._costs.exchange(_share(wire) * self._size))
 
     def average_node(self) -> None:
         """Blocking, inside the node."""
@@ -236,3 +241,8 @@ class CollectiveClocks:
 
     def _contend(self, start: Times, wire: float) -> float:
         return 0.0 if self._flight is None else self._flight.contend(float(start.max()), wire)
+
+
+def _share(wire: torch.dtype | None) -> float:
+    """Of the bytes of float32."""
+    return 1.0 if wire is None else wire.itemsize / torch.float32.itemsize
