@@ -138,6 +138,7 @@ class World:
             deadline=self.deadline,
             check=self.check,
             stop=self.stop,
+            password=self.store.secret_name("mailbox"),
             **arguments,
         )
 

@@ -1,5 +1,7 @@
 """The mailbox among strangers, and its start: forged frames, keys, ports, other models."""
 
+import contextlib
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -270,3 +272,61 @@ def test_values_in_flight_fit_into_two_models(model, peers):
     chunk, window = in_flight(model, peers)
     assert 4 * window * peers * chunk <= max(2 * model, 32 << 20)
     assert chunk <= CHUNK_BYTES
+
+
+def memory():
+    """Resident bytes of this process."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+PASSWORD = "what ranks of the run alone know"
+
+
+def test_without_the_password_nobody_can_fill_the_memory_with_a_message_that_does_not_end():
+    with cluster(2, password=PASSWORD) as c:
+        address = c.boxes[0]._courier.transport.address
+        before = memory()
+        with socket.create_connection(address) as endless:
+            # ZMTP 3.0 without a mechanism, then parts of a message, each of which says: more.
+            greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+            ready = b"\x05READY\x0bSocket-Type\0\0\0\x04PUSH"
+            endless.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+            part = b"\x03" + (1 << 19).to_bytes(8, "big") + bytes(1 << 19)
+            with contextlib.suppress(OSError):  # it was closed: that is the point
+                for _ in range(600):
+                    endless.sendall(part)
+        wait_until(lambda: c.boxes[0].counters["rejected"].get("handshake", 0) >= 1)
+        assert memory() - before < 100 << 20
+        assert c.exchange(0, 1) == "exchanged"
+
+
+def test_a_wrong_password_is_not_let_in():
+    with cluster(2, password=PASSWORD) as c, zmq.Context() as context:
+        with context.socket(zmq.PUSH) as stranger:
+            stranger.linger = 0
+            stranger.plain_username = b"rank"
+            stranger.plain_password = b"a guess"
+            stranger.connect("tcp://{}:{}".format(*c.boxes[0]._courier.transport.address))
+            stranger.send(b"x" * 500)
+            wait_until(lambda: c.boxes[0].counters["rejected"].get("handshake", 0) >= 1)
+        assert "magic" not in c.boxes[0].counters["rejected"]
+        assert c.exchange(0, 1) == "exchanged"
+
+
+def test_connections_that_say_nothing_are_bounded_and_end():
+    with cluster(2, password=PASSWORD) as c:
+        address = c.boxes[0]._courier.transport.address
+        before = len(os.listdir("/proc/self/fd"))
+        idle = []
+        for _ in range(400):
+            with contextlib.suppress(OSError):
+                idle.append(socket.create_connection(address, timeout=1))
+        wait_until(lambda: c.boxes[0].counters["rejected"].get("handshake", 0) >= 50)
+        ours = len(os.listdir("/proc/self/fd")) - before - len(idle)
+        assert ours < 330
+        assert c.exchange(0, 1) == "exchanged"
+        for each in idle:
+            each.close()
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) < before + 10)
+        assert c.exchange(1, 0) == "exchanged"

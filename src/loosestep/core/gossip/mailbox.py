@@ -22,6 +22,7 @@ error, which the next call raises). From the compute thread, once a second and a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -92,12 +93,14 @@ class Mailbox:
         check: Callable[[], None] = nothing,
         shared: bool = True,
         stop: Stop | None = None,
+        password: str = "",
         codec: Codec | None = None,
     ) -> None:
         """`gradients`: how many a step of each rank stands for, and so how much its model weighs.
         `check`: called while peers are waited for, and raises when one of them will not come.
         `shared`: peers of this host read values in this rank's memory, and it in theirs. `codec`:
-        how what pairs exchange is written.
+        how what pairs exchange is written. `password`: what ranks of the run alone know; who does
+        not may not send anything (where it is empty, everybody may, and is refused later).
         """
         if rank not in world or len(set(world)) != len(world):
             raise ValueError(
@@ -139,7 +142,7 @@ class Mailbox:
         )
         curve = _curve(secret, run_id, rank, peers) if encrypt and secret is not None else None
         transport = Transport(
-            host, port_range(), largest=HEADER_BYTES + largest, queue=QUEUE, curve=curve
+            host, port_range(), largest=HEADER_BYTES + largest, queue=QUEUE, curve=curve, password=password
         )  # fmt: skip
         with ExitStack() as undo:
             undo.callback(transport.close)
@@ -548,7 +551,10 @@ def in_flight(model_bytes: int, peers: int) -> tuple[int, int]:
 def io_cpu_seconds() -> float:
     """CPU time of ZeroMQ's own threads in this process (Linux; 0 elsewhere)."""
     total = 0.0
-    for task in Path("/proc/self/task").glob("*"):
+    tasks: list[Path] = []
+    with contextlib.suppress(OSError):  # another system, or no descriptor is left for now
+        tasks = list(Path("/proc/self/task").iterdir())
+    for task in tasks:
         try:
             name = (task / "comm").read_text()
             stat = (task / "stat").read_text()

@@ -6,12 +6,18 @@ ZeroMQ (measured: zero-copy sends cost the same, and need another Python thread)
 copy. No frame is dropped here: one that a full queue does not take is kept until it does, and
 whoever sends sees it. When a connection closes, the peer's port is tried: refused three times in a
 row means the process is gone.
+
+Who connects has to know the run's password before it may send anything: ZeroMQ keeps the parts of a
+message until the last has come, however many there are. It goes over the wire as it is and is no
+proof of anything: frames prove themselves. Of those who have not said it some hundred may be
+connected at a time, for a few seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import os
 import socket
 import time
@@ -28,8 +34,11 @@ _PROBE_EVERY = 0.04
 _REFUSALS = 3
 _CURVE_OVERHEAD = 256  # an encrypted message is a little larger than its frame
 _PEER_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
+_GUESTS = zmq.Event.ACCEPTED | zmq.Event.CLOSED | zmq.Event.DISCONNECTED
+_MOST_GUESTS = 256  # connections, apart from a few of every peer
 _OWN_EVENTS = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    _GUESTS
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
@@ -82,7 +91,11 @@ class Transport:
         largest: int,
         queue: int,
         curve: Curve | None = None,
+        password: str = "",
     ) -> None:
+        """`password`: what every rank of the run knows; nobody is asked where it is empty."""
+        self._password = password.encode()
+        self._guests: set[int] = set()  # descriptors of the connections that were accepted
         self._context = zmq.Context()
         self._largest = largest
         self._queue = queue
@@ -101,6 +114,14 @@ class Transport:
         if curve is not None:
             self._pull.curve_server = True
             self._pull.curve_secretkey = curve.secret
+        self._door: zmq.Socket[bytes] | None = None
+        if curve is None and password:
+            self._door = self._context.socket(zmq.REP)
+            self._door.linger = 0
+            self._door.bind("inproc://zeromq.zap.01")
+            self._poller.register(self._door, zmq.POLLIN)
+            self._pull.plain_server = True
+            self._pull.zap_domain = b"loosestep"
         self._pull.ipv6 = ":" in host
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -146,6 +167,9 @@ class Transport:
             push.curve_publickey = self._curve.public
             push.curve_secretkey = self._curve.secret
             push.curve_serverkey = self._curve.peers[peer]
+        elif self._password:
+            push.plain_username = b"rank"
+            push.plain_password = self._password
         monitor = push.get_monitor_socket(_PEER_EVENTS)
         self._monitors[monitor] = peer
         self._poller.register(monitor, zmq.POLLIN)
@@ -207,13 +231,9 @@ class Transport:
             timeout = min(timeout, due - time.monotonic())
         for ready, _ in self._poller.poll(max(0, int(timeout * 1000) + 1)):
             if ready is self._own_monitor and self._own_monitor is not None:
-                if (
-                    recv_monitor_message(self._own_monitor)["event"]
-                    == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-                ):
-                    news.hung_up += 1
-                else:
-                    news.strangers += 1
+                self._receive(recv_monitor_message(self._own_monitor), news)
+            elif ready is self._door and self._door is not None:
+                self._ask(self._door)
             elif ready in self._monitors:
                 self._watch(self._monitors[ready], recv_monitor_message(ready), news)
             elif ready == self._wake_in.fileno():
@@ -235,6 +255,27 @@ class Transport:
             while frame.more:
                 frame = self._pull.recv(copy=False)
             yield memoryview(b"") if several else frame.buffer
+
+    def _receive(self, event: Any, news: News) -> None:
+        """Somebody has connected, has gone, or was not let in."""
+        kind, descriptor = event["event"], event["value"]
+        if kind == zmq.Event.ACCEPTED:
+            self._guests.add(descriptor)
+            if len(self._guests) > _MOST_GUESTS + 4 * len(self._peers):
+                _show_out(descriptor, self.address)
+                news.strangers += 1
+        elif kind & _GUESTS:
+            self._guests.discard(descriptor)
+        elif kind == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+            news.hung_up += 1
+        else:
+            news.strangers += 1
+
+    def _ask(self, door: zmq.Socket[bytes]) -> None:
+        """Whether somebody who connects knows the password (ZeroMQ's authentication protocol)."""
+        version, request, *_, password = door.recv_multipart()
+        known = hmac.compare_digest(password, self._password)
+        door.send_multipart([version, request, b"200" if known else b"400", b"", b"", b""])
 
     def _watch(self, peer: int, event: Any, news: News) -> None:
         if event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
@@ -274,9 +315,11 @@ class Transport:
 
     def _knock(self, peer: int, probe: _Probe) -> int:
         host, port = self._addresses[peer]
-        probe.socket = socket.socket(
-            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            probe.socket = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # no descriptor is left for now
+            return errno.EINPROGRESS
         probe.socket.setblocking(False)
         return probe.socket.connect_ex((host, port))
 
@@ -320,6 +363,8 @@ class Transport:
             self._pull.disable_monitor()
             self._own_monitor.close(linger=0)
         self._pull.close(linger=0)
+        if self._door is not None:
+            self._door.close(linger=0)
         self._wake_in.close()
         self._wake_out.close()
         self._context.term()
@@ -366,6 +411,17 @@ def _local_end(descriptor: int) -> tuple[str, int] | None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _show_out(descriptor: int, address: tuple[str, int]) -> None:
+    """End a connection that was made to `address`; ZeroMQ sees it and closes the descriptor, which
+    may be another's already.
+    """
+    if _local_end(descriptor) == address:
+        with contextlib.suppress(OSError):
+            guest = socket.socket(fileno=os.dup(descriptor))
+            with guest:
+                guest.shutdown(socket.SHUT_RDWR)
 
 
 def _writable(probe: socket.socket) -> bool:
