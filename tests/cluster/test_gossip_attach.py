@@ -117,8 +117,8 @@ def spoken(rank: int, **options):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, ("NULL", False)),
-        ({"key": KEY}, ("NULL", True)),
+        ({}, ("PLAIN", False)),
+        ({"key": KEY}, ("PLAIN", True)),
         ({"key": KEY, "encrypt": True}, ("CURVE", True)),
     ],
     ids=["clear", "key", "curve"],
