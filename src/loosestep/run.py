@@ -94,7 +94,9 @@ class Run:
     def consensus(self) -> Iterator[nn.Module]:
         """Inside, the model is the mean of all replicas; afterwards it is what it was.
 
-        In collective strategies all ranks call it equally often; in gossip whoever wants to.
+        A rank may call it alone: the others take part at their next step boundary, or before the
+        gradients that they need from this rank, and do not wait for what it does inside. Under
+        collective strategies the first time takes a few steps, in which they wait for their own.
         """
         self._require_active()
         with self._guard():

@@ -27,6 +27,10 @@ Outer = Callable[[int, slice, torch.Tensor], torch.Tensor]
 become instead of the mean.
 """
 
+# steps that a rank makes before it takes part in a consensus that it has not called itself: loaders
+# may be longer by so much, and then all see the same mean
+PATIENCE = 4
+
 
 class Kind(IntEnum):
     """The kinds of a round, lowest priority first: whoever is at a lower kind joins the higher
@@ -172,6 +176,10 @@ class Comm(Protocol):
     """Whether this rank's last backward raised after a part of its gradients had been averaged;
     told at the next round.
     """
+    alone: bool
+    """Whether the last consensus was called by some ranks only: the next may be too."""
+    asked: bool
+    """Whether somebody waits for a consensus that this rank is to take part in at its boundary."""
     identical: bool
     member: Member | None
     members: int

@@ -95,6 +95,7 @@ class VirtualPulse(Pulse):
         self.step = 0
         self.fault: CommError | None = None
         self.left = False
+        self._asked: dict[int, tuple[int, int]] = {}
         self._clock = clock
         self._peers = world
         self._watching: list[Strand] = []
@@ -116,6 +117,16 @@ class VirtualPulse(Pulse):
         finally:
             self._watching.remove(strand)
         return True
+
+    def ask(self, number: int, step: int) -> None:
+        """Heard at once."""
+        for peer in self._peers.values():
+            peer._asked[self.rank] = number, step
+
+    def stop_asking(self) -> None:
+        """It has come."""
+        for peer in self._peers.values():
+            peer._asked.pop(self.rank, None)
 
     def hurt(self, fault: CommError) -> None:
         """The run cannot go on; the first reason counts."""

@@ -31,6 +31,7 @@ from loosestep.core.collectives.gloo import Channel, ordered_sum
 from loosestep.core.collectives.groups import Channels, have
 from loosestep.core.collectives.ring import WIDE
 from loosestep.core.contracts import (
+    PATIENCE,
     Coded,
     Codes,
     Invitation,
@@ -70,6 +71,7 @@ class Standing(NamedTuple):
     checksum: float  # of its gradients of the round before
     agrees: float  # to what its engine would do at the next boundary
     torn: float  # its last backward raised when others had a part of its gradients
+    gives: float = 0.0  # whoever waits for a consensus gets it before this round
 
 
 class Collective:
@@ -103,6 +105,10 @@ class Collective:
         # the widest scope whose gradients were averaged without us since we last met
         self.missed: Scope = "rank"
         self.torn = False  # our last backward raised when others had a part of its gradients
+        self.gives = True  # a consensus, beside a backward, for which it only reads
+        self.alone = False  # the last consensus was not called by all ranks
+        self.asked = False  # for a consensus, by somebody who waits for it
+        self._passed = 0  # rounds of gradients since somebody waits for a consensus
         self.identical = False  # several replicas did exactly the same so far
         self._pulse = world.pulse
         self._trace = trace
@@ -660,12 +666,17 @@ class Collective:
     def _enter(self, scope: Scope, checksum: float) -> None:
         self._await_order()
         self._report(self._channels)
-        mine = Standing(Kind.GRADIENTS, scope == "world", checksum, self.agrees(), self.torn)
-        channel = self._channels.node
-        standings = self._stand(channel, mine)
-        if scope == "world" and self._channels.world is not channel:
-            channel = self._channels.world
-            standings = self._stand(channel, mine)
+        patient = not self.alone and self._passed < PATIENCE
+        gives = self.gives and not patient and (scope == "world" or len(self._nodes.nodes) == 1)
+        wide = scope == "world"
+        mine = Standing(Kind.GRADIENTS, wide, checksum, self.agrees(), self.torn, gives)
+        channel, standings = self._meet_all(scope, mine)
+        while _is_given(standings):
+            self._exchanges.run(self._give_consensus)
+            channel, standings = self._meet_all(scope, mine)
+        waits = any(standing.kind == Kind.CONSENSUS for standing in standings)
+        self.asked = waits and not patient
+        self._passed = self._passed + 1 if waits else 0
         present = [standing for standing in standings if standing.kind == Kind.GRADIENTS]
         if any(standing.wide != mine.wide for standing in present):
             raise CommError(
@@ -681,6 +692,19 @@ class Collective:
         self.identical = self.identical or self._same_gradients >= 3
         self.all_agree = all(standing.agrees for standing in standings)
         self._took_part(standings, channel)
+
+    def _meet_all(self, scope: Scope, mine: Standing) -> tuple[Channel, list[Standing]]:
+        channel = self._channels.node
+        standings = self._stand(channel, mine)
+        if scope == "world" and self._channels.world is not channel:
+            channel = self._channels.world
+            standings = self._stand(channel, mine)
+        return channel, standings
+
+    def _give_consensus(self) -> None:
+        assert self.member is not None
+        self._arrive(Kind.CONSENSUS)
+        self.member.join(Invitation(Kind.CONSENSUS))
 
     def _await_order(self) -> None:
         """Sums of gradients wait for what the other thread finds out first."""
@@ -704,14 +728,15 @@ class Collective:
         self._await_order()
         while True:
             reached = self._serve_in(self._channels.node, kind)
-            reached = self._serve_in(self._channels.world, reached)
-            if reached == kind:
+            if reached != Kind.GRADIENTS:
+                reached = self._serve_in(self._channels.world, reached)
+            if reached in (kind, Kind.GRADIENTS):
                 self.torn = False
                 return
 
     def _serve_in(self, channel: Channel, kind: Kind) -> Kind:
         """Join gradient rounds until the ranks of the channel have reached something else, and
-        say what.
+        say what; GRADIENTS if a round is put off until all have given this rank its consensus.
         """
         assert self.member is not None
         while True:
@@ -725,6 +750,10 @@ class Collective:
                     self._channels.world, Standing(kind, False, 0.0, False, self.torn)
                 )
             scope: Scope = "world" if wide else "node"
+            if _is_given(standings):
+                if kind == Kind.CONSENSUS:
+                    return Kind.GRADIENTS
+                continue
             self._took_part(standings, self._channels.world if wide else channel)
             self.missed = "world" if "world" in (scope, self.missed) else "node"
             for parcel in self.member.blank_parcels():
@@ -896,6 +925,14 @@ def _sent(offer: Offer) -> Vector:
 
 def _row(flat: torch.Tensor, row: int, rows: int) -> torch.Tensor:
     return flat.view(rows, -1)[row]
+
+
+def _is_given(standings: Sequence[Standing]) -> bool:
+    """Whether the ranks that are in a backward give a consensus to those that wait for it, before
+    they average gradients with them.
+    """
+    waits = any(standing.kind == Kind.CONSENSUS for standing in standings)
+    return waits and any(standing.gives for standing in standings)
 
 
 def add_up(numbers: torch.Tensor) -> float:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from loosestep.core.contracts import (
+    PATIENCE,
     Coded,
     Comm,
     Invitation,
@@ -68,6 +69,7 @@ class CollectiveEngine:
         self._replica = learner.replica
         self.trace = learner.trace
         self._flight: Flight | None = None
+        self._held = 0  # consensuses, in which all ranks have taken part
         # snapshots are exchanged where the parameters are
         self._stay = world.reach is not None and world.reach.lanes
         self.averager: GradientAverager | None = None
@@ -113,20 +115,28 @@ class CollectiveEngine:
     def boundary(self) -> None:
         """An optimizer step was made."""
         step = self.state["step"] + 1
-        if self._world.pulse is not None:
-            self._world.pulse.check()
-            self._world.pulse.step = step
+        pulse = self._world.pulse
+        if pulse is not None:
+            pulse.check()
+            pulse.step = step
         self._comm.step = step
         if self.averager is not None:
             if self.averager.backwards > 1:  # one of them without a step
                 self._strategy.scaled(self.state)
             self.averager.backwards = 0
         self._strategy.boundary(self.state, self)
+        behind = step - (0 if self._comm.alone else PATIENCE)
+        if self._comm.asked or (pulse is not None and pulse.is_asked(self._held, behind)):
+            self._hold_consensus(called=False)
 
     def enter_consensus(self) -> Callable[[], None]:
         """Put the mean of all replicas into the model; what is returned puts everything back."""
-        self._reach(Kind.CONSENSUS)
-        mean = self._mean()
+        pulse = self._world.pulse
+        if pulse is not None:
+            pulse.ask(self._held, int(self.state["step"]))
+        mean = self._hold_consensus(called=True)
+        if pulse is not None:
+            pulse.stop_asking()
         stash = self._replica.snapshot(keep=False)
         buffers = self._replica.pack_buffers()
         self._adopt_mean(mean)
@@ -287,7 +297,7 @@ class CollectiveEngine:
             self._join(invitation)
 
     def _join(self, invitation: Invitation) -> None:
-        if self._flight is not None:
+        if self._flight is not None and invitation.kind is not Kind.CONSENSUS:
             self.fold()
         if invitation.kind is Kind.EXCHANGE:
             form = {
@@ -303,8 +313,19 @@ class CollectiveEngine:
         elif invitation.kind is Kind.GATHER:
             self._gather()
         else:
-            self._equalise()
-            self._mean()
+            self._share_consensus(called=False)
+
+    def _hold_consensus(self, *, called: bool) -> Landed:
+        self._meet(Kind.CONSENSUS)
+        return self._share_consensus(called=called)
+
+    def _share_consensus(self, *, called: bool) -> Landed:
+        """The mean, everybody being here: those that have called it, and those that were asked."""
+        self._held += 1
+        self._comm.asked = False
+        self._comm.alone = not all(flag for (flag,) in self._comm.census(called))
+        self._equalise()
+        return self._mean()
 
     def find_bad(self) -> str | None:
         """The name of a parameter that holds NaN or Inf."""
@@ -396,11 +417,14 @@ class CollectiveEngine:
         self.trace.emit("phase", name="cool-down", step=self.state["step"])
 
     def _reach(self, kind: Kind) -> None:
+        self._meet(kind)
+        self._equalise()
+
+    def _meet(self, kind: Kind) -> None:
         start = self._comm.now()
         self._replica.staging.leave()
         self._comm.meet(kind)
         self.trace.emit("wait", seconds=self._comm.now() - start, reason=kind.name.lower())
-        self._equalise()
 
     def _mean(self) -> Landed:
         """The mean of all replicas, in new memory; when all ranks are one replica, and are seen to

@@ -134,6 +134,7 @@ class NodeGroup:
             lanes=self._lanes,
         )
         self._comm.member = self
+        self._comm.gives = False
         self._comm.agrees = self._is_back
         if self.mates > 1 and self._learner.inside == "plain":
             self.averager = GradientAverager(

@@ -57,6 +57,8 @@ class Pulse:
         self._silence = deadline
         self._called: list[Callable[[], None]] = []
         self._wish = stop or Stop()
+        self._asks: tuple[int, int] | None = None
+        self._asked: dict[int, tuple[int, int]] = {}
         self._place = own_place()
         self._mates = Mates()
         self._saw: dict[str, object] = {}
@@ -108,6 +110,21 @@ class Pulse:
         `check` is never called.
         """
         self._called.append(call)
+
+    def ask(self, number: int, step: int) -> None:
+        """Tell the others that this rank waits for consensus `number`, after its step `step`."""
+        self._asks = number, step
+
+    def stop_asking(self) -> None:
+        """It has come."""
+        self._asks = None
+
+    def is_asked(self, number: int, step: int) -> bool:
+        """Whether somebody waits for that consensus since a step that is behind this rank, which
+        then has not called it at the same step and will not.
+        """
+        asked = list(self._asked.values())  # the heartbeat thread changes them
+        return any(theirs == number and begun < step for theirs, begun in asked)
 
     def waiting_for(self) -> str:
         """Where the other ranks are, for a message to somebody who waits."""
@@ -161,8 +178,14 @@ class Pulse:
             self._mates.close()
 
     def _sign_of_life(self) -> dict[str, object]:
-        stop = {"stop": True} if self._wish.asked else {}
-        return {"beat": self._beat, "step": self.step, "place": self._place, **stop, **self._saw}
+        return {
+            "beat": self._beat,
+            "step": self.step,
+            "place": self._place,
+            **({"stop": True} if self._wish.asked else {}),
+            **({"asks": self._asks} if self._asks is not None else {}),
+            **self._saw,
+        }
 
     def _miss(self, ended: list[int]) -> None:
         """The system says that processes on this machine have ended, who have not said so: tell the
@@ -183,6 +206,9 @@ class Pulse:
                 self._seen[rank] = now
                 beat = self._read(rank)
                 self._wish.asked = self._wish.asked or "stop" in beat
+                self._asked.pop(rank, None)
+                if "asks" in beat:
+                    self._asked[rank] = (int(beat["asks"][0]), int(beat["asks"][1]))
                 if "failed" in beat and rank != self.rank:
                     self.hurt(LostPeer(int(beat["culprit"]), str(beat["failed"])))
                 if "saw" in beat and beat["saw"] != self.rank:
