@@ -162,7 +162,8 @@ def bound(problem: Problem, total: float) -> float:
 
 def transient(problem: Problem, learners: int, delay: int, graph: str) -> float:
     """From how many gradients on it promises that: the terms in the delay and in the graph; staleness counts gradients."""
-    n, late = learners, delay * learners
+    n = learners
+    late = delay * learners
     if n == 1:
         spread = 0.0
     else:
@@ -182,7 +183,8 @@ def ring_contraction(n: int) -> float:
 def descend(problem: Problem, cell: Cell, seed: int = 0) -> float:
     """The squared gradient at the mean model, averaged over the steps and the repeats; infinite if it grows without end."""
     draw = np.random.default_rng(seed)
-    n, steps = cell.learners, cell.total // cell.learners
+    n = cell.learners
+    steps = cell.total // n
     alpha = step_size(problem, n, cell.total)
     models = np.broadcast_to(problem.start(), (REPEATS, n, problem.size)).copy()
     past = [models] * (cell.delay + 1)
@@ -330,7 +332,9 @@ def draw_curves(axes: Any, results: Sequence[Result], problem: str) -> None:
 def draw_transients(axes: Any, results: Sequence[Result]) -> None:
     """Where trainings have settled, beside what the theorem asks for."""
     for learners, colour in {4: "#1f77b4", 16: "#d95f02", 64: "#c2185b"}.items():
-        delays, measured, promised = [], [], []
+        delays = []
+        measured = []
+        promised = []
         for delay in (0, 1, 2, 4, 8):
             alone = curve(results, "quadratic", "random-ring", 1, 0)
             start = settled(curve(results, "quadratic", "random-ring", learners, delay), alone)

@@ -73,7 +73,8 @@ def train(task: VisionTask, strategy: str, lr: float, epochs: int) -> Result:
     """One run: seconds, quality in the end, and what happened on the way."""
     world = dist.get_world_size()
     epoch = task.order.batches_per_epoch // world
-    total, ramp = epochs * epoch, min(RAMP, epochs // 4) * epoch
+    total = epochs * epoch
+    ramp = min(RAMP, epochs // 4) * epoch
     model = task.make_model()
     learner = DistributedDataParallel(model) if strategy == DDP else model
     optimizer = task.training.make_optimizer(model, lr=lr)
@@ -85,7 +86,8 @@ def train(task: VisionTask, strategy: str, lr: float, epochs: int) -> Result:
         more = {"epoch": epoch} if strategy == PAPER else {}
         chosen = make(warmup=ramp, cooldown=ramp, total=total, window=epoch, **more)
         run = loosestep.attach(model, optimizer, chosen)
-    losses, periods = [], []
+    losses = []
+    periods = []
     dist.barrier()
     start = time.monotonic()
     for _ in range(total):

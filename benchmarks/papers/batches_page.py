@@ -241,7 +241,8 @@ def text(results: Sequence[Result], epochs: dict[str, float]) -> str:
     """The section."""
     found = {task: groups(results, task) for task in QUALITY}
     pictured = pictures(results, epochs)
-    an4, cifar = found["an4"], found["cifar10"]
+    an4 = found["an4"]
+    cifar = found["cifar10"]
     reached = {
         (task, batch): {
             strategy: best(of(found[task], strategy, batch), task).spread.mean for strategy in RULES
