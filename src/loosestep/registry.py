@@ -91,6 +91,7 @@ class Registry(Generic[T]):
     def read(self, text: str) -> T:
         """The object that `NAME` or `NAME:field=value,field=value` spells."""
         name, _, rest = text.strip().partition(":")
+        name = name.lower()
         entries = self.entries()
         if name not in entries:
             raise ValueError(

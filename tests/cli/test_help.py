@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from loosestep.cli import app, completion
+from loosestep.cli import COMMANDS, app, completion
 from loosestep.strategies import STRATEGIES
+from loosestep.version import __version__
 
 
 @pytest.fixture(params=["train", "compare", "simulate"])
@@ -78,3 +81,26 @@ def test_tab_completes(
 # bash itself parts words at : and =, other shells do not
 def test_the_last_of_several_strategies_is_completed() -> None:
     assert completion.strategies("daso:period=4,delay=1,loc") == ["daso:period=4,delay=1,localsgd"]
+
+
+def test_the_list_of_commands_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['loosestep', '--help']\n"
+        "from loosestep.cli import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules and 'plotly' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_a_command_is_in_the_list_with_what_its_own_help_says() -> None:
+    for name, line in COMMANDS.items():
+        help_of_its_own = CliRunner().invoke(app, [name, "--help"]).output
+        first = re.split(r"[:,;.]", line)[0]
+        assert first in " ".join(help_of_its_own.split()), name
+
+
+def test_the_version_is_told() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"loosestep {__version__}\n"
