@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 PIP    := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint peers bench bench-quick clean
+.PHONY: demo test test-quick test-long lint peers bench bench-quick clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -19,7 +19,15 @@ demo: $(READY)
 	$(BIN)/loosestep demo
 
 test: $(READY)
-	$(BIN)/python -m pytest --reruns 3 --reruns-delay 3 -rR # tests with real processes and deadlines may lose a race on a busy machine
+	$(BIN)/python -m pytest -rR
+
+# Under a minute, without processes.
+test-quick: $(READY)
+	$(BIN)/python -m pytest -rR -m "not processes and not slow"
+
+# Hours of faults, many ranks, long conservation: what the rest is too short for.
+test-long: $(READY)
+	$(BIN)/python -m pytest -rR --timeout 1800 tests/long
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

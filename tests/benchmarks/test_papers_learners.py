@@ -163,6 +163,7 @@ def by_the_library(task: Any, name: str, strategy: str) -> list[Tensor]:
     return list(ran.results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", list(RULES))
 @pytest.mark.parametrize("name", ["speech", "pictures"])
 def test_a_training_is_what_the_library_does(name: str, strategy: str) -> None:

@@ -219,6 +219,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.processes
 def test_a_writer_killed_at_random_moments_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     """Kill -9 again and again: what was reported as saved is there, whole, and nothing
     half-written is ever read.
@@ -275,6 +276,7 @@ def tiny_disk(tmp_path: Path) -> Any:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_said_and_leaves_the_previous_checkpoint(tiny_disk: Path) -> None:
     checkpoints = Checkpoints(tiny_disk / "checkpoint")
     checkpoints.save(1, state_of(1))

@@ -55,6 +55,7 @@ def train(rank: int, **place) -> tuple[torch.Tensor, int]:
     return replica, exchanges
 
 
+@pytest.mark.processes
 def test_it_trains_on_processes_and_in_the_simulator_alike():
     real = ranks(4, train, topology=GRID)
     virtual = loosestep.simulate(train, ranks=4, topology=GRID).results

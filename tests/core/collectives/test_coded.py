@@ -108,6 +108,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded_means, "UNIT", 256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("weights", [None, [1, 3, 2, 1]], ids=["even", "weighted"])
 def test_a_thousand_late_exchanges_conserve_the_sum_with_what_owners_owe(

@@ -76,6 +76,7 @@ def test_a_peer_of_another_run_is_refused_by_name_and_does_no_harm():
     assert "job 8" in str(stranger)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "message"),
     [

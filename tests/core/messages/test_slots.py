@@ -64,6 +64,7 @@ def test_memory_that_is_not_what_the_card_says_is_not_read(tmp_path):
     other.close()
 
 
+@pytest.mark.processes
 def test_it_can_be_read_from_another_process_and_goes_with_its_owner():
     script = (
         "import numpy as np, sys, json;from loosestep.core.messages.slots import OwnSlots;"

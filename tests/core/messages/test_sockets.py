@@ -5,6 +5,7 @@ import socket
 import warnings
 from contextlib import contextmanager
 
+import pytest
 from mailboxes import cut, wait_until
 
 from loosestep.core.messages.sockets import Letter, Transport
@@ -51,6 +52,7 @@ def pair(largest=100, queue=10):
             transport.close()
 
 
+@pytest.mark.processes
 def test_a_forked_child_does_not_keep_the_connections_of_its_parent_open():
     with pair() as (here, gone), forked_child() as child:
         gone.close()
@@ -59,6 +61,7 @@ def test_a_forked_child_does_not_keep_the_connections_of_its_parent_open():
         assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it is still there
 
 
+@pytest.mark.processes
 def test_a_fork_leaves_all_other_sockets_and_those_of_the_parent_as_they_are():
     ours, theirs = socket.socketpair()
     with pair() as both, ours, theirs, socket.create_server(("127.0.0.1", 0)) as other:

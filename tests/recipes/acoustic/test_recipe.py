@@ -166,6 +166,7 @@ def test_wrong_options_are_explained(options: dict[str, str], message: str) -> N
         AcousticRecipe().build(options)
 
 
+@pytest.mark.processes
 def test_the_recipe_runs_on_synthesised_speech() -> None:
     said: list[str] = []
     options = {**TINY, "utterances": "16", "test_utterances": "4"}
