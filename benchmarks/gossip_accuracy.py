@@ -22,9 +22,9 @@ LEARNERS = 8
 OPTIONS: dict[str, Any] = {"width": 0.5, "batch": 16, "lr": 0.1}
 STRATEGIES = (
     SYNCHRONOUS,
-    "adpsgd:cpu_share=1.0",
-    "adpsgd:graph=random-ring,cpu_share=1.0",
-    "adpsgd:graph=pairs,cpu_share=1.0",
+    "adpsgd:slowdown=1.0",
+    "adpsgd:graph=random-ring,slowdown=1.0",
+    "adpsgd:graph=pairs,slowdown=1.0",
     "delay-by-one",
 )
 

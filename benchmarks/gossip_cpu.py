@@ -35,7 +35,7 @@ from common import (
 LEARNERS = 8
 MEGABYTES = 1
 STEP = 0.09
-GOSSIP = ("adpsgd:graph=ring,cpu_share=1.0", "adpsgd:graph=random-ring,cpu_share=1.0")
+GOSSIP = ("adpsgd:graph=ring,slowdown=1.0", "adpsgd:graph=random-ring,slowdown=1.0")
 IDLE = "idle"
 
 
@@ -126,7 +126,7 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
         f"## Gossip: CPU, {LEARNERS} learners that compute, a model of {MEGABYTES} MB\n\n"
         f"{table(header, rows)}\n\nPer rank, in percent of a core; median and range of "
         f"{settings['rounds']} rounds of {settings['seconds']:g} s. Exchanges are those a learner "
-        f"began; it answers as many. `cpu_share=1.0` switches the pace controller off. {where}."
+        f"began; it answers as many. `slowdown=1.0` switches the pace controller off. {where}."
     )
 
 

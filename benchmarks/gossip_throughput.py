@@ -153,9 +153,8 @@ def section(said: list[dict[str, Any]], settings: dict[str, Any], where: str) ->
         f"## Gossip: four learners, {COMPUTE * 1000:.0f} ms of emulated compute, "
         f"{len(os.sched_getaffinity(0))} cores\n\n{table(header, rows)}\n\nMedian and range of "
         f"{settings['rounds']} rounds of {settings['seconds']:g} s (4 MB: twice, 32 MB: six times "
-        "as long) after a warm-up; ratios within a round. Exchanges that a learner began per "
-        "step, as often as the pace controller lets it (10 % of each process's share of the "
-        f"cores); it answers as many. One machine, loopback. {where}."
+        "as long) after a warm-up; ratios within a round. Models that a learner exchanged per "
+        f"step, as often as steps bear it (3 % slower at most); it answers as many. One machine, loopback. {where}."
     )
 
 

@@ -73,7 +73,7 @@ PLANS = {
             SYNCHRONOUS: Setting("allreduce", 4, 1, 0.4),
             FLAT: Setting("daso:period=1,delay=1", 4, 1, 0.8),
             NODES: Setting("daso:period=8,delay=6", 2, 2, 0.8),
-            RING: Setting("adpsgd:graph=random-ring,cpu_share=1.0", 4, 1, 0.8),
+            RING: Setting("adpsgd:graph=random-ring,slowdown=1.0", 4, 1, 0.8),
         },
     ),
     "acoustic": Plan(  # the learning rates of ACOUSTIC.md
@@ -84,7 +84,7 @@ PLANS = {
             SYNCHRONOUS: Setting("allreduce", 4, 1, 0.004),
             FLAT: Setting("daso:period=4,delay=3", 4, 1, 0.004),
             NODES: Setting("daso:period=4,delay=3", 2, 2, 0.004),
-            RING: Setting("adpsgd:graph=random-ring,cpu_share=1.0", 4, 1, 0.005),
+            RING: Setting("adpsgd:graph=random-ring,slowdown=1.0", 4, 1, 0.005),
         },
     ),
 }

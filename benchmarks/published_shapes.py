@@ -125,7 +125,7 @@ def adpsgd(steps: int) -> str:
     """Speed-up over one learner, equal learners and with a slow one."""
     ring = "adpsgd:graph=random-ring"
     variants: dict[str, tuple[Strategy, Machine]] = {
-        ring: (ADPSGD(graph="random-ring", cpu_share=1.0), GPUS),
+        ring: (ADPSGD(graph="random-ring", slowdown=1.0), GPUS),
         "delay-by-one:replica=node": (DelayByOne(replica="node"), GPUS),
         "allreduce": (AllReduce(), GPUS),
         f"{ring}, through host memory": (ADPSGD(graph="random-ring"), Machine()),

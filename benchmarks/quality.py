@@ -41,13 +41,13 @@ from loosestep.training.rank import own_device
 SYNCHRONOUS = "synchronous"
 STRATEGIES = {
     SYNCHRONOUS: "allreduce",
-    "AD-PSGD fixed ring": "adpsgd:cpu_share=1.0",
-    "AD-PSGD randomized ring": "adpsgd:graph=random-ring,cpu_share=1.0",
+    "AD-PSGD fixed ring": "adpsgd:slowdown=1.0",
+    "AD-PSGD randomized ring": "adpsgd:graph=random-ring,slowdown=1.0",
     "delay-by-one": "delay-by-one",
     "DASO": "daso",
-    "AD-PSGD pairs": "adpsgd:graph=pairs,cpu_share=1.0",
-    "fixed ring with momentum": "adpsgd:average_momentum=True,cpu_share=1.0",
-    "randomized ring with momentum": "adpsgd:graph=random-ring,average_momentum=True,cpu_share=1.0",
+    "AD-PSGD pairs": "adpsgd:graph=pairs,slowdown=1.0",
+    "fixed ring with momentum": "adpsgd:average_momentum=True,slowdown=1.0",
+    "randomized ring with momentum": "adpsgd:graph=random-ring,average_momentum=True,slowdown=1.0",
 }
 # the last two average the momentum too
 ON_REQUEST = (

@@ -41,7 +41,7 @@ SLOW = 3
 KILLED = 5
 KILL_AT = 15
 STEPS = 40
-STRATEGY = "adpsgd:graph=random-ring,rate=2,cpu_share=1.0"
+STRATEGY = "adpsgd:graph=random-ring,rate=2,slowdown=1.0"
 PAUSE = 0.01
 SLOWER = 10
 SIZES = {"0.3 MB": (64, 256), "4 MB": (256, 768)}  # (inputs and outputs, width) of three layers

@@ -11,6 +11,7 @@ taken over whole periods of the peer's own schedule.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,6 +104,7 @@ def measure(part: str, options: Any) -> None:
     cases = PARTS[part]
     plan = [(number, case, peer) for number in range(rounds) for case in cases for peer in peers]
     speeds: Speeds = {(case.label, peer.name): [] for case in cases for peer in peers}
+    meetings: Speeds = {key: [] for key in speeds}
     failures: dict[str, str] = {}
     with Cluster(cases[0].nodes, 2) as cluster:
         for number, case, peer in progress_in_time(
@@ -114,16 +116,20 @@ def measure(part: str, options: Any) -> None:
             outcome = cluster.run(case.block(peer, number, window), bandwidth=case.bandwidth)
             speed = outcome.speed or float("nan")
             speeds[case.label, peer.name].append(speed)
+            meetings[case.label, peer.name].append(outcome.exchanges_per_step)
             if outcome.failed:
                 failures[peer.name] = outcome.failed
             print(f"      {speed:7.1f} gradients/s {outcome.failed or ''}", flush=True)
     keep(
         f"throughput-{part}",
-        ({"case": c, "peer": p, "speeds": s} for (c, p), s in speeds.items()),
+        (
+            {"case": c, "peer": p, "speeds": s, "exchanges_per_step": meetings[c, p]}
+            for (c, p), s in speeds.items()
+        ),
         options,
     )
     name = f"throughput-{part}"
-    text = f"## {TITLES[part]}\n\n{tables(cases, peers, speeds)}\n\n"
+    text = f"## {TITLES[part]}\n\n{tables(cases, peers, speeds, meetings)}\n\n"
     text += picture(name, cases, peers, speeds, options)
     text += "".join(f"{name} failed: {reason}.\n" for name, reason in failures.items())
     text += (
@@ -143,11 +149,17 @@ QUICK = (
 )
 
 
-def tables(cases: list[Case], peers: list[Peer], speeds: Speeds) -> str:
-    """One case: speeds and ratios with their spreads. Several: a column each."""
+def tables(cases: list[Case], peers: list[Peer], speeds: Speeds, meetings: Speeds) -> str:
+    """One case: speeds and ratios with their spreads. Several: a column each. Beside them how often
+    models meet, without which a speed tells little.
+    """
     if len(cases) > 1:
         rows = [
-            [peer.label, *(_ratio(speeds, case, peer) for case in cases)]
+            [
+                peer.label,
+                *(_ratio(speeds, case, peer) for case in cases),
+                _range([rate for case in cases for rate in meetings[case.label, peer.name]]),
+            ]
             for peer in peers
             if peer.name != FREE
         ]
@@ -157,8 +169,10 @@ def tables(cases: list[Case], peers: list[Peer], speeds: Speeds) -> str:
                 f"{Spread(tuple(speeds[case.label, FREE])).median:.1f} gradients/s"
                 for case in cases
             ),
+            "0",
         ]
-        return table(["share of no communication", *(case.label for case in cases)], [free, *rows])
+        heads = ["share of no communication", *(case.label for case in cases), "exchanges a step"]
+        return table(heads, [free, *rows])
     label = cases[0].label
     rows = []
     for peer in peers:
@@ -166,8 +180,18 @@ def tables(cases: list[Case], peers: list[Peer], speeds: Speeds) -> str:
         ddp = speeds.get((label, DDP))
         against = ratios(values, ddp).text(".2f") if ddp else ""
         base = ratios(values, speeds[label, FREE]).text(".3f")
-        rows.append([peer.label, Spread(tuple(values)).text(".1f"), base, against])
-    return table(["", "gradients/s", "of no communication", "times DDP"], rows)
+        often = _range(meetings[label, peer.name])
+        rows.append([peer.label, Spread(tuple(values)).text(".1f"), base, against, often])
+    return table(["", "gradients/s", "of no communication", "times DDP", "exchanges a step"], rows)
+
+
+def _range(rates: list[float]) -> str:
+    """Of all rounds and cases: the least and the most."""
+    known = [rate for rate in rates if not math.isnan(rate)]
+    if not known:
+        return "-"
+    least, most = f"{min(known):.2g}", f"{max(known):.2g}"
+    return least if least == most else f"{least}-{most}"
 
 
 def _ratio(speeds: Speeds, case: Case, peer: Peer) -> str:

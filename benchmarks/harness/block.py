@@ -61,7 +61,7 @@ def run(order: dict[str, Any], tell: Tell) -> None:
         trainer = prepare(model, work, **options)
         prepared = time.monotonic() - begun
         start = _meet(store, rank, world)
-        watch = Watch(order, start, moments, model, tell)
+        watch = Watch(order, start, moments, model, tell, exchanges=trainer.exchanges)
         tell(block=number, started=start)
         watch.begin(prepared, held)
         for loss in work.losses(trainer.model):
@@ -118,7 +118,9 @@ class Watch:
         moments: list[float],
         model: nn.Module,
         tell: Tell,
+        exchanges: Callable[[], float | None],
     ) -> None:
+        self.exchanges = exchanges
         self.block = order["block"]
         self.number = order["number"]
         self.start = start
@@ -152,10 +154,12 @@ class Watch:
         before = _counters()
         begin = time.monotonic() - self.start
         first = len(self.moments)
+        exchanged = self.exchanges()
         self._wait(begin + block["window"], least=first + block["least_steps"])
         end = time.monotonic() - self.start
         moments = list(self.moments)
         after = _counters()
+        completed = self.exchanges()
         if self.every:
             self._save()
         self.tell(
@@ -164,6 +168,7 @@ class Watch:
             begin=begin,
             end=end,
             steps=len(moments) - first,
+            exchanges=None if completed is None else completed - (exchanged or 0.0),
             before=before,
             after=after,
             memory=_own_memory() - held,

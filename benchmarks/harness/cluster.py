@@ -26,7 +26,7 @@ from harness import figures
 from harness.rank import MARK
 from loosestep.lab import Lab
 from loosestep.launch import Job, Rank
-from peers import find
+from peers import FREE, find
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 PROJECT = BENCHMARKS.parent
@@ -116,6 +116,22 @@ class Outcome:
     def gradients(self) -> int:
         """In the window, of all ranks."""
         return sum(report["steps"] for report in self.reports.values())
+
+    @property
+    def exchanges_per_step(self) -> float:
+        """Models that a rank exchanged per step in the window, on average: what speed alone does
+        not tell. nan where a rank failed.
+        """
+        if self.failures or not self.reports:
+            return math.nan
+        peer = find(self.block.peer)
+        if peer.name == FREE:
+            return 0.0
+        counted = [report.get("exchanges") for report in self.reports.values()]
+        if any(count is None for count in counted):
+            return 1.0 / peer.period
+        steps = [max(1, report["steps"]) for report in self.reports.values()]
+        return sum(float(c) / s for c, s in zip(counted, steps, strict=True)) / len(steps)
 
     @property
     def bytes_sent(self) -> float:

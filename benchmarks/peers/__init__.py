@@ -168,7 +168,7 @@ LINEUP: list[Peer] = [
     _ours("diloco:period=64,delay=16", 64, rare=True),
     _ours("adpsgd:graph=ring"),
     _ours("adpsgd:graph=random-ring"),
-    _ours("adpsgd:graph=random-ring,cpu_share=1.0"),
+    _ours("adpsgd:graph=random-ring,slowdown=1.0"),
     _ours("adpsgd:graph=pairs"),
 ]
 NOT_MEASURED = {

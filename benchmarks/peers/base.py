@@ -47,6 +47,10 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def exchanges(self) -> float | None:
+        """Models exchanged so far by this rank; None: one every period of the peer's schedule."""
+        return None
+
     def clip_gradients(self) -> None:
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self._parameters, self.clip)

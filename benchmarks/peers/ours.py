@@ -19,6 +19,11 @@ class OurTrainer(Trainer):
         super().step(loss)
         self.run.observe(loss)
 
+    def exchanges(self) -> float | None:
+        """Gossip decides by itself how often; the others follow their schedule."""
+        stats = self.run.stats
+        return float(stats["exchanges"]) if "exchanges_per_step" in stats else None
+
 
 def prepare(model: nn.Module, work: Work, *, strategy: str, deadline: float = 10.0) -> Trainer:
     return OurTrainer(model, work, strategy=strategy, deadline=deadline)
