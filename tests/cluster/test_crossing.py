@@ -21,7 +21,7 @@ from loosestep import Topology
 from loosestep.core.engines.node_gossip import NodeGroup
 from loosestep.core.replica.replica import Replica
 
-SPEC = "adpsgd:replica=node,cpu_share=1.0"
+SPEC = "adpsgd:replica=node,slowdown=1.0"
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def passing():
     """
     with (
         patch.object(NodeGroup, "_in_passing", True),
-        patch("loosestep.core.engines.node_gossip.RELAYING", 2.0),
+        patch("loosestep.core.engines.node_gossip.PASSING", 2.0),
     ):
         yield
 

@@ -274,7 +274,7 @@ def test_a_graph_that_does_not_work_is_refused_on_every_rank(topology, message):
         ({"max_staleness": 0}, "max_staleness must be a whole number of at least 1"),
         ({"replica": "gpu"}, "replica must be one of"),
         ({"seed": -1}, "seed must be"),
-        ({"cpu_share": 2}, "cpu_share must be"),
+        ({"slowdown": 2}, "slowdown must be"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(arguments, message):

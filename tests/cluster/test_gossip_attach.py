@@ -130,15 +130,23 @@ def test_a_key_signs_the_frames_of_every_edge_and_encrypt_is_what_the_socket_dem
     assert ranks(3, spoken, **options) == [(mechanism, [signed, signed])] * 3
 
 
+def seldom(run):
+    """Leave next to no time for folding."""
+    run._engine._mailbox._fold_share = 1e-9
+
+
 def hasty(rank: int):
     """Steps that are too fast for their folds: in lockstep, and with a batch norm."""
-    with attach("adpsgd:lockstep=true,cpu_share=0.0000001") as run:
+    with attach("adpsgd:lockstep=true") as run:
+        seldom(run)
         train(run, rank, steps=5)
         weight = run.model.weight.detach().clone()
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = "adpsgd:cpu_share=0.0000001"
-    with loosestep.attach(model, optimizer, strategy, topology=APART, deadline=20) as run:
+    with loosestep.attach(
+        model, optimizer, "adpsgd:rate=0.001", topology=APART, deadline=20
+    ) as run:
+        seldom(run)
         train(run, rank)
         folds = run._engine._mailbox.counters["folds"]
     return weight, folds
@@ -153,7 +161,8 @@ def test_a_round_in_lockstep_is_never_skipped_and_a_batch_norm_does_not_make_fol
 
 def bounded(rank: int, staleness: int) -> int:
     """The folds of ten steps that are too fast for more than the first."""
-    with attach(f"adpsgd:max_staleness={staleness},cpu_share=0.0000001") as run:
+    with attach(f"adpsgd:max_staleness={staleness},rate=0.001") as run:
+        seldom(run)
         train(run, rank)
         return run._engine._mailbox.counters["folds"]
 
@@ -187,7 +196,7 @@ def test_a_bound_on_the_staleness_does_not_wait_for_a_peer_that_is_silent() -> N
 
 def in_the_shadow(rank: int):
     """What a partner meets when an exchange begins although folds are put off."""
-    with attach("adpsgd:rate=0.1") as run:
+    with attach("adpsgd:rate=0.5") as run:
         box = run._engine._mailbox
         box._fold_share = 1e-9
         train(run, rank, steps=1)  # its fold is the first, which is not put off

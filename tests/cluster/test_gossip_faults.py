@@ -102,7 +102,7 @@ def test_rows_1_and_5_rank_0_dies_and_the_store_with_it_which_costs_its_own_edge
     """The ranks meet in a store that rank 0 serves, as they do without a launcher."""
     port = free_port()
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
-    spec = ("adpsgd:graph=random-ring,cpu_share=1.0", "--size", 1000, "--compute", 0.02)
+    spec = ("adpsgd:graph=random-ring,slowdown=1.0", "--size", 1000, "--compute", 0.02)
     with start(*spec, env=env) as job:
         ready(job.ranks)
         socket.create_connection(("127.0.0.1", port)).close()  # it is there
@@ -142,7 +142,7 @@ def test_row_2_a_kill_in_the_middle_of_a_transfer_of_100_mb_tears_nothing_and_is
     size = 12_500_000
     chunk_size = 1 << 17
     victim = 2
-    spec = "adpsgd:graph=pairs,cpu_share=1.0"
+    spec = "adpsgd:graph=pairs,slowdown=1.0"
     options = ("--size", size, "--compute", 0.5, "--folder", tmp_path, "--die", f"{victim}:40")
     with start(spec, "--still", *options, nodes=3, env={"LOOSESTEP_KEY": ""}) as job:
         assert job.ranks[victim].wait(60) == -signal.SIGKILL
@@ -247,7 +247,7 @@ def test_one_slow_communicator_stalls_nobody():
     others go on averaging.
     """
     options = ("--size", "1000", "--compute", "0.02", "--seconds", "2", "--hesitate", "1:0.4")
-    with start("adpsgd:graph=random-ring,cpu_share=1.0", *options, nodes=4) as job:
+    with start("adpsgd:graph=random-ring,slowdown=1.0", *options, nodes=4) as job:
         job.wait(timeout=90)
         assert gaps(job) < 0.4
         for rank in survivors(job, 1):
@@ -398,7 +398,7 @@ def test_row_19_flipped_bytes_are_refused_and_not_one_wrong_number_is_applied(tm
 
     size = 100_000
     with Lab(nodes=4, ranks_per_node=2, bandwidth="500mbit", wire=True) as lab:
-        spec = "adpsgd:graph=random-ring,cpu_share=0.5"
+        spec = "adpsgd:graph=random-ring,slowdown=0.5"
         command = [
             SCRIPT,
             spec,

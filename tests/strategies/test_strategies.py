@@ -84,7 +84,7 @@ def test_a_graph_or_matrix_survives_the_round_trip_among_other_fields(graph):
         ("daso:merge=average", "merge must be one of 'delta', 'stale', got 'average'"),
         ("localsgd:local_period=2,replica=rank", "needs replica='node'"),
         ("adpsgd:rate=abc", "rate must be above 0 and at most 16 exchanges per step, got 'abc'"),
-        ("adpsgd:cpu_share=abc", "cpu_share must be above 0 and at most 1, got 'abc'"),
+        ("adpsgd:slowdown=abc", "slowdown must be above 0 and at most 1, got 'abc'"),
         ("daso:threshold=asdf", "threshold must be at least 0 and below 1, got 'asdf'"),
         ("adpsgd:graph=-1", "unknown graph -1; valid are ring"),
         ("localsgd:replica=gpu", "replica must be one of 'auto', 'rank', 'node'"),

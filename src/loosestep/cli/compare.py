@@ -44,7 +44,12 @@ from loosestep.training.loop import starting_lr
 from loosestep.training.watch import check_lab
 
 # a terminal has 80 columns
-SHORTER = {"gradients/s": "grad/s", "MB/gradient": "MB/grad", "staleness": "stale"}
+SHORTER = {
+    "gradients/s": "grad/s",
+    "MB/gradient": "MB/grad",
+    "exchanges/step": "exch",
+    "staleness": "stale",
+}
 SHORT = 4  # a trial of the learning-rate search has this fraction of the budget
 
 

@@ -138,6 +138,24 @@ class Outcome:
         """A sum over all ranks, per gradient: `bytes_sent`, `bytes_between_nodes`."""
         return sum(float(end.get(name, 0)) for end in self.ends) / max(1, self.gradients)
 
+    @property
+    def exchanges_per_step(self) -> float:
+        """Models that a rank has exchanged per step, on average; averaging gradients counts as one."""
+        if self.config.chosen_strategy().spans_world:
+            return 1.0
+        return statistics.fmean(
+            float(end.get("exchanges", 0)) / max(1, int(end.get("steps", 0))) for end in self.ends
+        )
+
+    @property
+    def distance_in_steps(self) -> float:
+        """How many of its own steps a learner was from the mean, on average; nan where it is not
+        known.
+        """
+        told = [end.get("distance_in_steps") for end in self.ends]
+        known = [float(value) for value in told if value is not None]
+        return statistics.fmean(known) if known else math.nan
+
     @cached_property
     def activities(self) -> list[Activity]:
         """What each rank did when."""

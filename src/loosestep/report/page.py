@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +145,9 @@ def columns(outcomes: Sequence[Outcome], target: float | None) -> list[Column]:
             "{:.3g}".format,
             brief=False,
         ),
+        Column("exchanges/step", lambda run: run.exchanges_per_step, "{:.2g}".format),
         Column("staleness", lambda run: run.staleness_mean, "{:.1f}".format),
+        Column("steps apart", lambda run: run.distance_in_steps, _known, brief=False),
         Column("distance", lambda run: run.distance, "{:.2g}".format),
         Column(
             "lr",
@@ -179,6 +182,10 @@ def spread(values: Sequence[float], spell: Callable[[float], str]) -> str:
         if len(values) == 1
         else f"{mean.removesuffix(' %')} ± {spell(statistics.stdev(values))}"
     )
+
+
+def _known(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.0f}"
 
 
 def _percent(value: float) -> str:

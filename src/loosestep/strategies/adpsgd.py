@@ -30,8 +30,8 @@ class ADPSGD(Strategy[Gossiping]):
 
     `graph`: "ring", "random-ring" (a new permutation every round, from `seed` and round),
     "pairs", "exponential", a graph {learner: neighbours} or a symmetric, doubly stochastic matrix.
-    `rate`: the most exchanges a learner begins per step; fewer when communication would take more
-    than `cpu_share` of the process's CPU. `max_staleness`: what is folded was read at most so many
+    `rate`: the most models a learner begins to exchange per step, a part of one at a time; fewer
+    when communication would make steps slower by more than `slowdown` (.03: 3 %). `max_staleness`: what is folded was read at most so many
     steps before; own exchanges are waited for, unless their peer is silent. `lockstep`: rounds of
     exactly the mixing matrix, waiting, so every learner must make as many steps; for tests.
     `average_momentum`: the optimizer's momentum is averaged too. `replica="node"`: the ranks of a
@@ -48,7 +48,7 @@ class ADPSGD(Strategy[Gossiping]):
     average_momentum: bool = False
     replica: Literal["rank", "node"] = "rank"
     seed: int = 0
-    cpu_share: float = 0.1
+    slowdown: float = 0.03
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,8 +75,8 @@ class ADPSGD(Strategy[Gossiping]):
         require_choice("replica", self.replica, ("rank", "node"))
         require_count("seed", self.seed, least=0)
         require(
-            isinstance(self.cpu_share, int | float) and 0 < self.cpu_share <= 1,
-            f"cpu_share must be above 0 and at most 1, got {self.cpu_share!r}",
+            isinstance(self.slowdown, int | float) and 0 < self.slowdown <= 1,
+            f"slowdown must be above 0 and at most 1, got {self.slowdown!r}",
         )
 
     @property
@@ -86,8 +86,8 @@ class ADPSGD(Strategy[Gossiping]):
 
     @property
     def codecs(self) -> list[str]:
-        """None so far."""
-        return []
+        """What pairs exchange is rounded where it is added, so only a fine codec helps."""
+        return ["bf16"]
 
     def graph_of(self, learners: int) -> GossipGraph:
         """Who is whose neighbour; refuses a graph that does not fit the number of learners."""
@@ -107,6 +107,8 @@ class ADPSGD(Strategy[Gossiping]):
         if self.max_staleness is not None:
             run.wait_for(self.max_staleness)
         run.fold()
-        for _ in range(run.due()):
-            run.exchange(state["round"])
+        share = run.due()
+        while share > 0:
+            run.exchange(state["round"], min(1.0, share))
             state["round"] += 1
+            share -= 1.0

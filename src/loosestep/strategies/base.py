@@ -70,11 +70,15 @@ class Gossiping(Protocol):
         published.
         """
 
-    def due(self) -> int:
-        """How many exchanges to begin now: `rate`, less when communication costs too much CPU."""
+    def due(self) -> float:
+        """How many models to begin to exchange now, or which share of one: `rate`, less when
+        communication makes steps too slow.
+        """
 
-    def exchange(self, round_number: int) -> None:
-        """Begin to average with this learner's partner in its round; never waits."""
+    def exchange(self, round_number: int, share: float = 1.0) -> None:
+        """Begin to average a share of the model with this learner's partner in its round; never
+        waits.
+        """
 
     def mix(self, round_number: int) -> None:
         """One round in lockstep, with exactly the round's mixing matrix; waits for the
@@ -93,8 +97,12 @@ class GossipPlan(Protocol):
         """The most exchanges a learner begins per step."""
 
     @property
-    def cpu_share(self) -> float:
-        """The share of the process's CPU that communication may take."""
+    def slowdown(self) -> float:
+        """By which share communication may make steps slower."""
+
+    @property
+    def codec(self) -> str | Codec | None:
+        """How values are written that pairs exchange."""
 
     @property
     def max_staleness(self) -> int | None:

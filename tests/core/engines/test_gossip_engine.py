@@ -52,7 +52,7 @@ def pull_apart(rank: int, spec: str) -> float:
             optimizer.zero_grad()
             (model[0].sum() * (2.0 if rank == 3 else 0.0)).backward()
             optimizer.step()
-    return float(model[0][0])
+    return float(model[0].detach()[0])
 
 
 @pytest.mark.parametrize("spec", ["adpsgd:replica=node", "adpsgd:replica=node,lockstep=true"])

@@ -2,37 +2,37 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from loosestep.core.gossip.budget import Pace
 from loosestep.sim.predict.gossip import Paces, partners_of
 from loosestep.topology.graphs import GRAPHS, GossipGraph
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    rate=st.floats(0.05, 4.0),
-    share=st.floats(0.01, 1.0),
-    flows=st.lists(
-        st.tuples(st.floats(0.001, 2.0), st.floats(0.0, 0.5), st.floats(0.0, 0.5), st.booleans()),
-        min_size=1,
-        max_size=40,
-    ),
-)
-def test_many_paces_are_many_times_pace(
-    rate: float, share: float, flows: list[tuple[float, float, float, bool]]
-) -> None:
-    singles = [Pace(rate, share=share, cores=0.5) for _ in range(2)]
-    together = Paces(2, rate=rate, share=share, cores=0.5)
-    now = 0.0
-    used = np.zeros(2)
-    for elapsed, first, second, both in flows:
-        now = now + elapsed
-        used = used + np.array([first, second])
-        who = np.array([0, 1]) if both else np.array([1])
-        expected = [singles[index].due(now, used[index]) for index in who]
-        assert together.due(who, np.full(who.size, now), used[who]).tolist() == expected
+def settle(cost: float, *, cores: float = 1.0) -> tuple[float, float]:
+    """Exchanges a step, and their share of a core, where as many are answered as begun; 50 steps a
+    second.
+    """
+    paces, used, begun = Paces(1, rate=1.0, slowdown=0.1, cores=cores), 0.0, []
+    for step in range(3000):
+        (due,) = paces.due(np.array([0]), np.array([step / 50]), np.array([used]))
+        begun.append(int(due))
+        used += 2 * due * cost
+    tail = begun[1500:]
+    return sum(tail) / len(tail), 2 * cost * sum(tail) / (len(tail) / 50)
+
+
+def test_cheap_exchanges_keep_the_full_rate() -> None:
+    assert settle(1e-4)[0] == 1.0
+
+
+@pytest.mark.parametrize("cost", [0.003, 0.02, 0.1])
+def test_dear_exchanges_take_what_they_may(cost: float) -> None:
+    rate, share = settle(cost)
+    assert 0 < rate < 1
+    assert 0.07 <= share <= 0.1
+
+
+def test_a_core_that_is_idle_costs_nothing() -> None:
+    assert settle(0.009, cores=2.0)[0] == 1.0
 
 
 @pytest.mark.parametrize("name", GRAPHS)

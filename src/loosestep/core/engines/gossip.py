@@ -18,13 +18,18 @@ from loosestep.core.engines.gradients import GradientAverager
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.peer_news import PeerNews
 from loosestep.core.engines.rank_gossip import Group, kept_positive, statistics, tell_fold
+from loosestep.core.engines.usefulness import Usefulness
 from loosestep.core.errors import CommError
-from loosestep.core.gossip.budget import FOLDING, RELAYING, Pace
+from loosestep.core.gossip.budget import Budget, Idle
 from loosestep.core.gossip.contract import Exchange, GossipMailbox, Mode
 from loosestep.core.world import World
 from loosestep.strategies.base import GossipPlan
 
 log = logging.getLogger("loosestep")
+
+PARTS = 1 << 20  # of a model: shares are recorded in them
+FOLDING = 2.0  # of the limit: what folding may take
+LOOK = 50  # steps between two looks at whether exchanges help
 
 
 class GossipEngine:
@@ -56,7 +61,6 @@ class GossipEngine:
             )
         )
         self._begun: list[tuple[int, int, Exchange]] = []
-        self._pace, self._fold_share = self._limits(neighbours)
         self._graph = strategy.graph_of(len(group.members))
         if self._graph.note() and world.rank == 0:
             log.warning(self._graph.note())
@@ -71,28 +75,34 @@ class GossipEngine:
                 layout=bytes.fromhex(learner.replica.digest()),
                 emit=self._news.hear,
                 tape=learner.tape.writer,
-                fold_share=self._fold_share,
+                fold_share=self._fold_share(),
+                codec=strategy.codec,
                 gradients=group.gradients,
             )
 
         group.open(opens, self.join)
+        self._budget = self._open_budget(neighbours)
+        self._usefulness = Usefulness(learner.replica, str(learner.strategy))
         self._opened = self.trace.clock()
 
-    def _limits(self, neighbours: int) -> tuple[Pace, float]:
-        """How many exchanges are begun, and which share of a core folding may take."""
-        strategy = self._strategy
-        remote = self._learner.replica.staging.remote
-        cores = (
-            len(os.sched_getaffinity(0)) / neighbours if hasattr(os, "sched_getaffinity") else 1.0
+    def _fold_share(self) -> float:
+        """Which part of a core folding may take: of the compute thread about what steps may lose,
+        for the budget sees only what is folded more while others exchange; a thread of its own for
+        an accelerator may take more, most of all for statistics, which drift apart faster.
+        """
+        if self._learner.replica.staging.remote and self._learner.tape.writer is None:
+            return 1.0 if self._learner.replica.floating else 0.25
+        return min(1.0, FOLDING * self._strategy.slowdown)
+
+    def _open_budget(self, neighbours: int) -> Budget:
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(neighbours)
+        return Budget(
+            self._strategy.rate,
+            slowdown=self._strategy.slowdown if self._world.timed else None,
+            cores=len(cores) / neighbours,
+            least=self._mailbox.least_share if self._mailbox is not None else 0.0,
+            idle=Idle(),
         )
-        if not remote:
-            cores = min(1.0, cores)  # the others compute
-        fold_share = FOLDING * strategy.cpu_share * cores
-        if remote and self._learner.tape.writer is None:
-            # As often as the relay can where there are statistics, which drift apart faster than
-            # parameters.
-            fold_share = 1.0 if self._learner.replica.floating else RELAYING
-        return Pace(strategy.rate, share=strategy.cpu_share, cores=cores), fold_share
 
     @property
     def averager(self) -> GradientAverager | None:
@@ -109,7 +119,7 @@ class GossipEngine:
 
     # The strategy's side (`Gossiping`) ------------------------------------------------------------
 
-    def fold(self, mode: Mode = "due") -> None:
+    def fold(self, mode: Mode = "due", *, peer: int | None = None, share: float = 1.0) -> None:
         """y <- y + u; x <- y. Where the ranks of the learner share what has landed, in all of
         them.
         """
@@ -122,34 +132,35 @@ class GossipEngine:
         tensors = group.gather()
         with kept_positive(self._learner.replica):
             if group.mailbox is not None:
-                fold = group.mailbox.cross(tensors, mode, within=within)
+                fold = group.mailbox.cross(tensors, mode, within=within, peer=peer, share=share)
                 tell_fold(self.trace, fold, self._learner.state["step"])
             if group.shares:
                 group.spread()
 
-    def due(self) -> int:
-        """How many exchanges to begin now."""
-        if self._mailbox is None:
-            return 0
-        used = self._mailbox.cpu_seconds()
-        return self._learner.tape.number(self._pace.due(self.trace.clock(), used))
+    def due(self) -> float:
+        """Which share of a model to begin to exchange now. A replay begins what was begun."""
+        mailbox = self._mailbox
+        if mailbox is None:
+            return 0.0
+        now, used = self.trace.clock(), mailbox.cpu_seconds()
+        share = self._budget.due(now, used, others=mailbox.neighbours_slower())
+        mailbox.slower = self._budget.slower or 0.0
+        return self._learner.tape.number(round(share * PARTS)) / PARTS
 
-    def exchange(self, round_number: int) -> None:
+    def exchange(self, round_number: int, share: float = 1.0) -> None:
         """Begin to average with the partner of this round; never waits. The partner is to meet the
         parameters of this step, also where their fold was put off.
         """
-        mailbox = self._mailbox
-        group = self._group
+        mailbox, group = self._mailbox, self._group
         partner = self._graph.partner(group.place, round_number, self._alive())
         if partner is None or mailbox is None:
             return
         place, weight = partner
-        peer = group.members[place]
-        step = self._learner.state["step"]
+        peer, step = group.members[place], self._learner.state["step"]
         if not group.shares:
-            self.fold("publish")
+            self.fold("publish", peer=peer, share=share)
         self.trace.emit("start", exchange=round_number, step=step, peer=peer)
-        pending = mailbox.exchange(peer, weight)
+        pending = mailbox.exchange(peer, weight, share)
         if self._strategy.max_staleness is not None:
             self._begun.append((step, peer, pending))
 
@@ -186,14 +197,14 @@ class GossipEngine:
 
     def boundary(self) -> None:
         """Carry out what the strategy wants after an optimizer step."""
-        self._arrive()
-        self._strategy.boundary(self._learner.state, self)
-        self._group.leave()
-
-    def _arrive(self) -> None:
-        self._group.arrive(self._learner.state["step"] + 1)
+        step = self._learner.state["step"] + 1
+        self._usefulness.before(step)
+        self._group.arrive(step)
         if self._mailbox is not None:
             self._mailbox.step()
+        self._strategy.boundary(self._learner.state, self)
+        self._group.leave()
+        self._usefulness.after(step)
 
     def enter_consensus(self) -> Callable[[], None]:
         """Put the mean of the live learners into the model, streamed without stopping them."""
@@ -257,7 +268,13 @@ class GossipEngine:
             "bytes_sent": counters["bytes_sent"],
             "bytes_between_nodes": self._news.between_nodes(counters["bytes_sent"]),
             "consensus_distance": mailbox.consensus_distance * self._size**0.5,
-            "rate": self._pace.current,
+            "exchanges_per_step": counters["exchanges"] / max(1, self._learner.state["step"]),
+            "megabytes_per_second": counters["bytes_sent"] / 1e6 / seconds if seconds > 0 else 0.0,
+            "distance_in_steps": self._usefulness.distance_in_steps(mailbox.consensus_distance),
+            "queue_full": counters.get("queue_full", 0),
+            "repeated": counters.get("repeated", 0),
+            "rate": self._budget.current,
+            "slower": self._budget.slower,
             "learners": len(mailbox.alive()) + 1,
             "lost": sorted(mailbox.lost()),
             "communication_cpu_seconds": mailbox.cpu_seconds(),
@@ -267,8 +284,20 @@ class GossipEngine:
         }
 
     def advice(self) -> str | None:
-        """Nothing to say so far."""
-        return None
+        """What to do where exchanges are too rare to help, once that is known."""
+        mailbox, step = self._mailbox, self._learner.state["step"]
+        if mailbox is None or self._strategy.lockstep or len(self._group.members) < 2:
+            return None
+        if step % LOOK or not mailbox.alive():
+            return None
+        return self._usefulness.advice(
+            step,
+            exchanges=mailbox.counters["exchanges"],
+            wanted=self._strategy.rate,
+            limited=self._budget.too_rare,
+            distance=mailbox.consensus_distance,
+            age=self.trace.totals.staleness_mean,
+        )
 
     def save(self) -> dict[str, Any]:
         """Save nothing: gossip resumes from the parameters, and what is in the air is not part

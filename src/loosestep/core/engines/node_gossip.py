@@ -25,7 +25,6 @@ from loosestep.core.engines.collective import align
 from loosestep.core.engines.gradients import GradientAverager, Plain
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.rank_gossip import Opens, kept_positive, meeting, statistics, tell_fold
-from loosestep.core.gossip.budget import RELAYING
 from loosestep.core.gossip.contract import GossipMailbox
 from loosestep.core.gossip.memory import Fold
 from loosestep.core.pending import Pending
@@ -33,6 +32,8 @@ from loosestep.core.replica.replica import Replica, Snapshot
 from loosestep.core.replica.shards import is_dtensor, local, pieces, reshard, sharding_modules
 from loosestep.core.world import World
 from loosestep.strategies.base import GossipPlan
+
+PASSING = 0.25  # of a core: what boundaries in passing may take
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,7 @@ class NodeGroup:
         if passing is None or not passing.sent.done():
             return passing is None
         cost = passing.sent.wait().seconds
-        share = 1.0 if self._learner.replica.floating else RELAYING  # statistics drift faster
+        share = 1.0 if self._learner.replica.floating else PASSING  # statistics drift faster
         return time.monotonic() - passing.begun >= cost / share
 
     def _all_are_back(self) -> bool:

@@ -145,7 +145,8 @@ class Shadow(Memory):
         """
         if self.relay is not None:
             return self.relay.settle(params)
-        self.open_boundary(params, chunks)
+        for chunk in self.open_boundary(params, chunks):
+            self.cross(chunk)
         return self.close_boundary(params)
 
     def lift(self, copy: Sequence[torch.Tensor], *, step: int) -> Fold:
@@ -202,8 +203,10 @@ class Shadow(Memory):
 
     def open_boundary(
         self, params: Sequence[torch.Tensor], chunks: Sequence[int] | None = None
-    ) -> None:
-        """The first part of a boundary: from here on its chunks are crossed, in any order."""
+    ) -> list[int]:
+        """The first part of a boundary: from here on its chunks, which are returned, are crossed,
+        in any order.
+        """
         whole = chunks is None
         crossing = list(range(self.chunks) if chunks is None else chunks)
         self._boundary = _Boundary(self._views.of(params), time.perf_counter(), crossing, whole)
@@ -211,6 +214,7 @@ class Shadow(Memory):
             for chunk in crossing:
                 self._chunks[chunk].ahead = True
             self._write(pack_boundary([] if whole else crossing))
+        return crossing
 
     def cross(self, chunk: int) -> None:
         """y += u;  x <- y for one chunk, unless the boundary under way has passed it already or
@@ -221,8 +225,13 @@ class Shadow(Memory):
         if boundary is None or not part.ahead:
             return
         with self.lock:
-            if part.dirty:
-                part.dirty = boundary.views.fold(chunk)
+            if part.dirty and boundary.views.plain:
+                x, delta, base = boundary.views.at(chunk)
+                torch._foreach_add_(x, delta)
+                torch._foreach_copy_(base, x)
+                part.dirty = False
+            elif part.dirty:
+                part.dirty = boundary.views.fold_rounded(chunk)
             else:
                 boundary.views.adopt(chunk)
             part.ahead = False
@@ -275,6 +284,8 @@ class _Views:
     def __init__(
         self, chunks: list[list[Segment]], base: torch.Tensor, delta: torch.Tensor
     ) -> None:
+        self.plain = False  # parameters are of the base's type and on the host, too
+        self._dtype = base.dtype
         self._chunks = chunks
         self._bases = [_flat_views(part, base) for part in chunks]
         self._deltas = [_flat_views(part, delta) for part in chunks]
@@ -291,6 +302,7 @@ class _Views:
         self._copies = [(i, flats[i]) for i, p in enumerate(params) if not p.is_contiguous()]
         self._xs = [[flats[t][a:b] for t, a, b, _ in part] for part in self._chunks]
         self._key = key
+        self.plain = all(p.dtype == self._dtype and p.device.type == "cpu" for p in params)
         return self
 
     def forget(self) -> None:
@@ -306,18 +318,15 @@ class _Views:
         for chunk in range(len(self._chunks)):
             self.adopt(chunk)
 
-    def fold(self, chunk: int) -> bool:
-        """x += delta;  base = x. Whether delta keeps something: what rounding cut off."""
-        xs = self._xs[chunk]
-        bases = self._bases[chunk]
-        deltas = self._deltas[chunk]
-        if all(
-            x.dtype == base.dtype and x.device == base.device
-            for x, base in zip(xs, bases, strict=True)
-        ):
-            torch._foreach_add_(xs, deltas)
-            torch._foreach_copy_(bases, xs)
-            return False
+    def at(self, chunk: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """The parts of x, delta and base."""
+        return self._xs[chunk], self._deltas[chunk], self._bases[chunk]
+
+    def fold_rounded(self, chunk: int) -> bool:
+        """x += delta;  base = x, where x is of another type or elsewhere. Whether delta keeps
+        something: what rounding cut off.
+        """
+        xs, deltas, bases = self.at(chunk)
         for x, base, delta in zip(xs, bases, deltas, strict=True):
             exact = x.to(base) + delta
             x.copy_(exact)

@@ -3,8 +3,8 @@
 Learners that reach a step boundary within the time of the shortest step do so together: one call of
 the strategy moves all of them, and they use the same ring. A link is a queue: an exchange is done
 when both learners' uplinks have carried what was before it, and its own bytes, one model each way.
-The pace is that of `comm/pace.py`: an exchange takes `4 * bytes * gossip` seconds of processor,
-half of it on either side, and none is begun while a learner's account is overdrawn.
+An exchange takes `4 * bytes * gossip` seconds of processor, half of it on either side, and none is
+begun while a learner's account is overdrawn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from loosestep.core.gossip.budget import AIM, FOLDING, IDLE
+from loosestep.core.gossip.budget import AIM, IDLE
 from loosestep.core.gossip.mailbox import in_flight
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.predict.costs import Costs, Nodes, Times
@@ -29,11 +29,14 @@ Indices = NDArray[np.int64]
 
 
 class Paces:
-    """`Pace` for many learners at once."""
+    """The pace of many learners at once, where it has settled: as many exchanges as asked for, and
+    no more than steps bear. Cores beyond the first of a rank are free for communication; of the
+    first it may take what `slowdown` allows.
+    """
 
-    def __init__(self, learners: int, *, rate: float, share: float, cores: float) -> None:
+    def __init__(self, learners: int, *, rate: float, slowdown: float, cores: float) -> None:
         self._rate = rate
-        self._allowance = AIM * share * cores
+        self._allowance = AIM * slowdown * min(1.0, cores) + max(0.0, cores - 1.0)
         self._account = np.zeros(learners)
         self._credit = np.zeros(learners)
         self._now = np.full(learners, np.nan)
@@ -114,9 +117,9 @@ class GossipClocks:
         self._delay = 2 * turns * (cluster.latency_seconds + machine.message)
         self._rate = cluster.bytes_per_second * machine.payload
         self._backbone_rate = cluster.backbone_bytes_per_second * machine.payload
-        cores = min(1.0, machine.cores)
-        self._paces = Paces(learners, rate=strategy.rate, share=strategy.cpu_share, cores=cores)
-        self._fold_share = FOLDING * strategy.cpu_share * cores
+        self._paces = Paces(
+            learners, rate=strategy.rate, slowdown=strategy.slowdown, cores=machine.cores
+        )
         self._fold_cost = machine.work(self._shard, passes=2)
         self._flights = Flights()
         # when they have carried everything
@@ -184,7 +187,7 @@ class GossipClocks:
 
     def fold(self) -> None:
         """As often as its share of the time allows, which is less while nothing has landed."""
-        share = np.where(self._waiting[self._at], self._fold_share, IDLE * self._fold_share)
+        share = np.where(self._waiting[self._at], 1.0, IDLE)
         rested = self._time[self._at] - self._folded[self._at] >= self._fold_cost / share
         self._land(self._at[rested] if self._strategy.replica == "rank" else self._at)
 
@@ -196,12 +199,12 @@ class GossipClocks:
         self._time[learners] += self._fold_cost
         self._used[learners] += self._fold_cost
 
-    def due(self) -> int:
+    def due(self) -> float:
         """The most that any learner here is to begin; `exchange` knows whose turn it is."""
         self._due = self._paces.due(self._at, self._time[self._at], self._used[self._at])
-        return int(self._due.max(initial=0))
+        return float(self._due.max(initial=0))
 
-    def exchange(self, round_number: int) -> None:
+    def exchange(self, round_number: int, share: float = 1.0) -> None:
         """Learners for which one is due and whose partner of this round is not busy with them."""
         begins = self._at[self._due > 0]
         self._due = self._due - 1
