@@ -37,6 +37,7 @@ from papers.speech import prepare as prepare_speech
 
 HERE = Path(__file__).resolve().parent
 LINES = HERE / "results" / "papers-large-batches.jsonl"
+PROCESSES = HERE / "results" / "papers-processes.jsonl"
 DATA = HERE.parents[1] / "shared" / "data"
 STARTS = 5
 ROUNDS = 12_000
@@ -296,7 +297,8 @@ def main() -> None:
         from papers.page import section
 
         results = read(chosen.lines)
-        section("large-batches", text(results, {"an4": SPEECH_EPOCHS, "cifar10": PICTURES_EPOCHS}))
+        epochs = {"an4": SPEECH_EPOCHS, "cifar10": PICTURES_EPOCHS}
+        section("large-batches", text(results, epochs, read(PROCESSES)))
     elif chosen.quick:
         quickly(chosen)
     elif chosen.prepare:

@@ -37,7 +37,8 @@ def work() -> None:
     settings: dict[str, Any] = settings_of_rank()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     given = {**OPTIONS, "batch": settings["batch"] // world}
     task = AcousticRecipe().build(given, data=Path(settings["data"]), seed=0)
     total = round(settings["epochs"] * task.order.batches_per_epoch)

@@ -117,11 +117,14 @@ class Network:
         return np.concatenate([into, error[..., None] * hidden], axis=-1).mean(-2)
 
     def _loss(self, model: Array) -> float:
-        inner, outer = model[: 4 * self._units].reshape(4, self._units), model[4 * self._units :]
+        inner = model[: 4 * self._units].reshape(4, self._units)
+        outer = model[4 * self._units :]
         return float(np.square(np.tanh(self._points @ inner) @ outer - self._answers).mean() / 2)
 
     def _constants(self) -> tuple[float, float, float]:
-        model, steepest, least = self._start.copy(), 0.0, self._loss(self._start)
+        model = self._start.copy()
+        steepest = 0.0
+        least = self._loss(model)
         every = self._slopes(
             np.broadcast_to(model, (128, 1, self.size)),
             self._points[:, None],
@@ -189,7 +192,8 @@ def descend(problem: Problem, cell: Cell, seed: int = 0) -> float:
     models = np.broadcast_to(problem.start(), (REPEATS, n, problem.size)).copy()
     past = [models] * (cell.delay + 1)
     total = 0.0
-    left, right = np.roll(np.arange(n), 1), np.roll(np.arange(n), -1)
+    left = np.roll(np.arange(n), 1)
+    right = np.roll(np.arange(n), -1)
     every = 1 if isinstance(problem, Quadratic) else max(1, steps // 256)
     with np.errstate(all="ignore"):
         for step in range(steps):

@@ -237,7 +237,22 @@ def listed(values: dict[str, float], form: str = ".1f") -> str:
     )
 
 
-def text(results: Sequence[Result], epochs: dict[str, float]) -> str:
+def process_table(said: Sequence[Result]) -> str:
+    """The cells that were trained on real processes."""
+    rows = [
+        [
+            f"{RULES[s['strategy']].title}, batch {s['batch']}",
+            f"{s['rate']:g}",
+            f"{100 * s['wer']:.1f}",
+            f"{s['loss']:.3f}",
+            f"{s['exchanges_a_step']:.2f}",
+        ]
+        for s in sorted(said, key=lambda s: (s["batch"], s["strategy"] != "synchronous"))
+    ]
+    return table(["four processes", "rate", "word error rate %", "loss", "exchanges a step"], rows)
+
+
+def text(results: Sequence[Result], epochs: dict[str, float], processes: Sequence[Result]) -> str:
     """The section."""
     found = {task: groups(results, task) for task in QUALITY}
     pictured = pictures(results, epochs)
@@ -299,6 +314,11 @@ is worth {reached["cifar10", 64]["node-ring"] - reached["cifar10", 64]["random-r
 {tables}
 
 {edges}
+
+**On four real processes** (`benchmarks/papers_processes.py`: AN4, 2 layers of 64 cells, 20 epochs, two nodes of two ranks on the loopback of a busy machine of two cores, one seed): a small batch, and the largest one of {batches(an4)[1]} that
+processors here train in minutes, {20 * 948 // batches(an4)[1]} steps.
+
+{process_table(processes)}
 
 Written by `benchmarks/papers_large_batches.py`. Sixteen virtual learners, one exchange a step that lands a step later (DASO: period 4, delay 1), many trainings side by side on one NVIDIA H200: the library's mathematics step
 for step (`tests/benchmarks/test_papers_learners.py` compares it with `loosestep.simulate`, to 1e-9 in float64), computed in float32 with TF32 products, models mixed in full precision. {len(results)} trainings.

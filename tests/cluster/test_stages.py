@@ -41,7 +41,8 @@ def train_cut(rank: int, spec: str, schedule: str, norm: bool = False):
     """This rank's stage after every step, and in the end; and whether an average was shown."""
     from torch.distributed import pipelining
 
-    node, last = GRID.node_of(rank), GRID.local_index(rank) == 1
+    node = GRID.node_of(rank)
+    last = GRID.local_index(rank) == 1
     model = layers(norm)
     if node == 1:  # what the nodes begin with is the first one's
         model.double().apply(
@@ -133,11 +134,14 @@ def test_statistics_of_a_stage_are_averaged_with_those_of_the_same_stage(spec):
 def refused(rank: int, wrong: str):
     from torch.distributed.pipelining import PipelineStage
 
-    model, index, node = layers(), GRID.local_index(rank), GRID.node_of(rank)
+    model = layers()
+    index = GRID.local_index(rank)
+    node = GRID.node_of(rank)
     cut = 2 if wrong == "cut" and node == 1 else 3
     part = model[:cut] if index == 0 else model[cut:]
     group = None if wrong == "group" else mesh().get_group()
-    count, at = (4, rank) if wrong == "group" else (2, index)
+    count = 4 if wrong == "group" else 2
+    at = rank if wrong == "group" else index
     if wrong == "order" and node == 1:
         at = 1 - index
     stage = PipelineStage(part, at, count, torch.device("cpu"), group=group)

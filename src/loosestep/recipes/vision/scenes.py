@@ -43,7 +43,8 @@ def _shape(kind: int, draw: np.random.Generator, size: int) -> NDArray[np.bool_]
     x, y = np.meshgrid(np.arange(size), np.arange(size))
     turn = draw.uniform(0, 2 * np.pi)
     radius = draw.uniform(0.15, 0.3) * size
-    across, down = x - draw.uniform(0, size), y - draw.uniform(0, size)
+    across = x - draw.uniform(0, size)
+    down = y - draw.uniform(0, size)
     u = across * np.cos(turn) + down * np.sin(turn)
     v = down * np.cos(turn) - across * np.sin(turn)
     if kind == 1:
