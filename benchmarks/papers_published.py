@@ -26,7 +26,7 @@ EPOCHS, RAMP = 90, 8  # of the authors' ImageNet training: 4 of warm-up and 4 of
 UNET = 4 * 31_000_000  # bytes: a segmentation network of U-Net's size
 STEPS = {"ResNet-50": (RESNET, 0.08), "U-Net": (UNET, 0.35)}  # seconds of a step
 GOSSIP = "adpsgd:graph=random-ring"
-FULL: dict[str, Any] = {"cpu_share": 1.0}  # what makes gossip exchange as often as its rate says
+FULL: dict[str, Any] = {"slowdown": 1.0}  # what makes gossip exchange as often as its rate says
 
 
 def seconds(
