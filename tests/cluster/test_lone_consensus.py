@@ -68,3 +68,30 @@ def test_nodes_that_cycle_serve_it_too():
     results = ranks(4, train, spec="daso:period=4,delay=1", nodes=nodes, evaluates=True)
     assert all(torch.equal(end, results[0][0]) for end, *_ in results)
     assert len(results[0][1]) == 2
+
+
+def look(rank: int, nodes: list[list[int]]):
+    """Only rank 0 looks, three times; what it hears of everybody's steps, and all steps and ends."""
+    model = linear()
+    optimizer = sgd(model)
+    heard = []
+    spec = "adpsgd:replica=node"
+    with loosestep.attach(model, optimizer, spec, topology=Topology(nodes), deadline=20) as run:
+        for step in range(30):
+            one_step(model, optimizer, rank, step)
+            time.sleep(0.005)
+            if rank == 0 and step in (5, 15, 25):
+                before = flat(model)
+                with run.consensus():
+                    heard.append(step)
+                    assert run.state["step"] == step + 1
+                assert torch.equal(flat(model), before)
+    return heard, run.stats["steps"], flat(model)
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]], ids=str)
+def test_a_node_that_gossips_serves_it_and_no_step_is_lost(nodes):
+    results = ranks(4, look, nodes=nodes)
+    assert [heard for heard, *_ in results] == [[5, 15, 25], [], [], []]
+    assert [steps for _, steps, _ in results] == [30] * 4
+    assert all(torch.equal(end, results[0][2]) for *_, end in results)

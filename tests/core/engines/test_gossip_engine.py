@@ -63,6 +63,34 @@ def test_a_node_weighs_as_much_as_its_ranks(spec: str) -> None:
     assert done.results == [pytest.approx(-1.0)] * 4
 
 
+def look_alone(rank: int) -> tuple[list[int], int, list[float]]:
+    """Rank 0 alone looks at the mean, three times; the steps others had made, its own, the end."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(40))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    heard = []
+    with loosestep.attach(model, optimizer, "adpsgd:replica=node", deadline=20) as run:
+        for step in range(12):
+            optimizer.zero_grad()
+            (model[0] - rank).square().sum().backward()
+            optimizer.step()
+            if rank == 0 and step in (2, 5, 8):
+                before = model[0].detach().clone()
+                with run.consensus():
+                    heard.append(run.global_steps)
+                assert torch.equal(model[0], before)
+    return heard, run.stats["steps"], model[0].tolist()
+
+
+def test_one_rank_of_a_node_looks_at_the_mean_without_waiting_for_the_end_of_its_mates() -> None:
+    topology, cluster = Topology([[0, 1], [2, 3]]), Cluster(compute="100ms")
+    results = simulate(look_alone, ranks=4, topology=topology, cluster=cluster).results
+    heard, steps, end = results[0]
+    assert [round(count / 4) for count in heard] == [3, 6, 9]  # everybody's steps, not the end's
+    for _, others, same in results:
+        assert others == steps == 12  # nobody missed a step
+        assert same == end
+
+
 def test_the_momentum_of_a_state_that_was_loaded_after_attach_is_averaged() -> None:
     shared, local = (
         simulate(lambda rank, spec=spec: train(rank, spec, 10, reload=True), ranks=2).results

@@ -17,7 +17,13 @@ from loosestep.core.contracts import Invitation, Kind, Vector
 from loosestep.core.engines.gradients import GradientAverager
 from loosestep.core.engines.learner import Learner
 from loosestep.core.engines.peer_news import PeerNews
-from loosestep.core.engines.rank_gossip import Group, kept_positive, statistics, tell_fold
+from loosestep.core.engines.rank_gossip import (
+    Group,
+    kept_positive,
+    statistics,
+    tell_fold,
+    write,
+)
 from loosestep.core.engines.usefulness import Usefulness
 from loosestep.core.errors import CommError
 from loosestep.core.gossip.budget import Budget, Idle
@@ -213,11 +219,18 @@ class GossipEngine:
 
     def _swap_in(self) -> Callable[[], None]:
         tensors, restore = self._group.keep()
-        if self._mailbox is not None:
-            write(tensors, torch.from_numpy(self._mailbox.consensus(timeout=None)))
+        mean = self._mean()
+        if mean is not None:
+            write(tensors, mean)
         self._group.spread()
         self._floor_at_zero()
         return restore
+
+    def _mean(self) -> torch.Tensor | None:
+        """The mean of the live learners, as far as this rank gossips about it."""
+        if self._mailbox is None:
+            return None
+        return torch.from_numpy(self._mailbox.consensus(timeout=None))
 
     def join(self, invitation: Invitation) -> None:
         """Take part in what the other ranks of this learner do while this one waits."""
@@ -227,7 +240,7 @@ class GossipEngine:
                     self._mailbox.step()
                 self.fold("whole")
             else:
-                self._swap_in()()
+                self._group.serve(self._mean())
 
     def finish(self) -> None:
         """Answer until every live learner is done, then hold the same parameters as all of them."""
@@ -336,12 +349,3 @@ class GossipEngine:
                 f"{self._learner.state['step']}: they are not part of the result, and the other "
                 "ranks end without this one. Lower the learning rate or clip gradients"
             )
-
-
-def write(tensors: Vector, flat: torch.Tensor) -> None:
-    """Cut a flat vector into tensors."""
-    with torch.no_grad():
-        offset = 0
-        for tensor in tensors:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += tensor.numel()

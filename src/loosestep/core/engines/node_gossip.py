@@ -24,7 +24,14 @@ from loosestep.core.contracts import Invitation, Kind, Offer, Parcel, Vector
 from loosestep.core.engines.collective import align
 from loosestep.core.engines.gradients import GradientAverager, Plain
 from loosestep.core.engines.learner import Learner
-from loosestep.core.engines.rank_gossip import Opens, kept_positive, meeting, statistics, tell_fold
+from loosestep.core.engines.rank_gossip import (
+    Opens,
+    kept_positive,
+    meeting,
+    statistics,
+    tell_fold,
+    write,
+)
 from loosestep.core.gossip.contract import GossipMailbox
 from loosestep.core.gossip.memory import Fold
 from loosestep.core.pending import Pending
@@ -135,7 +142,7 @@ class NodeGroup:
             lanes=self._lanes,
         )
         self._comm.member = self
-        self._comm.gives = False
+        self._comm.alone = True  # whoever wants a consensus gets it at once, and reads it alone
         self._comm.agrees = self._is_back
         if self.mates > 1 and self._learner.inside == "plain":
             self.averager = GradientAverager(
@@ -210,6 +217,17 @@ class NodeGroup:
         self._vector = [flat.clone() for flat in stash]
         return self._pieces(self._vector), restore
 
+    def serve(self, mean: torch.Tensor | None) -> None:
+        """Share this rank's pieces of a mean with a mate that asks for it, beside a backward: the
+        model is left alone.
+        """
+        vector = [*self._common.snapshot(keep=False), torch.zeros_like(self._extra)]
+        if mean is not None:
+            pieces = [flat.view(self._lanes, -1)[self._shard] for flat in vector]
+            shared = sum(piece.numel() for piece in pieces)
+            write(pieces, mean[mean.numel() - shared :])
+        self._heard = max(self._heard, self._share(vector))
+
     def _pack(self) -> Vector:
         """What all ranks of the node hold, as flat vectors in the memory kept for it, statistics
         and momentum last.
@@ -255,10 +273,7 @@ class NodeGroup:
 
     def _adopt(self, vector: Vector) -> None:
         self._common.assign(vector[:-1])
-        offset = 0
-        for extra in self._extras:
-            extra.copy_(vector[-1][offset : offset + extra.numel()].view(extra.shape))
-            offset += extra.numel()
+        write(self._extras, vector[-1])
 
     # The boundary ---------------------------------------------------------------------------------
 

@@ -75,6 +75,9 @@ class Group(Protocol):
         the copy back.
         """
 
+    def serve(self, mean: torch.Tensor | None) -> None:
+        """Give a mate this rank's part of a mean; the model is left alone."""
+
     def reach(self, kind: Kind) -> None:
         """Wait until all ranks of this learner are at this kind of round."""
 
@@ -150,6 +153,9 @@ class RankGroup:
         stash = [tensor.clone() for tensor in tensors]
         return tensors, lambda: torch._foreach_copy_(self.gather(), stash)
 
+    def serve(self, mean: torch.Tensor | None) -> None:
+        """Nobody asks."""
+
     def reach(self, kind: Kind) -> None:
         """Nobody else has to be there."""
 
@@ -223,3 +229,12 @@ def tell_fold(trace: Trace, fold: Fold, step: int, late: int = 0) -> None:
             step=step,
             seconds=fold.seconds,
         )
+
+
+def write(tensors: Vector, flat: torch.Tensor) -> None:
+    """Cut a flat vector into tensors."""
+    with torch.no_grad():
+        offset = 0
+        for tensor in tensors:
+            tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += tensor.numel()
