@@ -71,6 +71,7 @@ ROWS = {
     "delay-by-one, int8": "delay-by-one:replica=rank,codec=int8",
     "AD-PSGD, as it comes": "adpsgd",
     "AD-PSGD, randomized ring": "adpsgd:graph=random-ring",
+    "AD-PSGD, randomized ring, bf16": "adpsgd:graph=random-ring,codec=bf16",
     "oracle: pairs on every step, one late": "oracle",
 }
 
@@ -363,9 +364,9 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
         def spread(field: str, good: list[dict[str, Any]] = good) -> Spread:
             return Spread(tuple(each.get(field, float("nan")) for each in good))
 
-        alone = reference[0]["ms"] if reference and "ms" in reference[0] else float("nan")
-        speed = alone / spread("ms").median if name != "oracle" else float("nan")
-        oracle_row = ROWS[name] == "oracle"
+        alone = reference[0].get("ms", float("nan")) if reference else float("nan")
+        speed = alone / spread("ms").median
+        oracle_row = ROWS[name] == "oracle"  # four models in one process: its speed is no speed
         rows.append(
             [
                 name,

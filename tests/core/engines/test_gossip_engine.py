@@ -11,6 +11,9 @@ from torch import nn
 import loosestep
 from loosestep import ADPSGD, Cluster, Topology, simulate
 
+REPLICAS = ["rank", "node"]  # who is one learner; of nodes with one rank it is the same rank
+either = pytest.mark.parametrize("replica", REPLICAS)
+
 
 def train(rank: int, strategy: Any, steps: int, *, reload: bool = False) -> dict[str, Any]:
     """Pull towards the own rank; what the run says at every step and at its end."""
@@ -91,26 +94,36 @@ def test_one_rank_of_a_node_looks_at_the_mean_without_waiting_for_the_end_of_its
         assert same == end
 
 
-def test_the_momentum_of_a_state_that_was_loaded_after_attach_is_averaged() -> None:
+@either
+def test_the_momentum_of_a_state_that_was_loaded_after_attach_is_averaged(replica: str) -> None:
     shared, local = (
         simulate(lambda rank, spec=spec: train(rank, spec, 10, reload=True), ranks=2).results
-        for spec in ("adpsgd:lockstep=true,average_momentum=true", "adpsgd:lockstep=true")
+        for spec in (
+            f"adpsgd:lockstep=true,average_momentum=true,replica={replica}",
+            f"adpsgd:lockstep=true,replica={replica}",
+        )
     )
     torch.testing.assert_close(shared[0]["momentum"], shared[1]["momentum"])
     assert not torch.allclose(local[0]["momentum"], local[1]["momentum"])
 
 
-def test_exchanges_per_second_are_told() -> None:
+@either
+def test_exchanges_per_second_are_told(replica: str) -> None:
     done = simulate(
-        lambda rank: train(rank, "adpsgd", 20), ranks=2, cluster=Cluster(compute="100ms")
+        lambda rank: train(rank, f"adpsgd:replica={replica}", 20),
+        ranks=2,
+        cluster=Cluster(compute="100ms"),
     )
     for result in done.results:
         assert result["stats"]["exchanges_per_second"] == pytest.approx(10, rel=0.2)
         assert result["stats"]["fold_cpu_seconds"] == 0.0  # takes no virtual time
 
 
-def test_a_graph_that_falls_apart_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    path = ADPSGD(graph={0: [1], 1: [2], 2: [3]})
+@either
+def test_a_graph_that_falls_apart_is_told_once(
+    caplog: pytest.LogCaptureFixture, replica: str
+) -> None:
+    path = ADPSGD(graph={0: [1], 1: [2], 2: [3]}, replica=replica)
     failures = {1: "550ms"}
     with caplog.at_level(logging.WARNING, "loosestep"):
         done = simulate(
@@ -126,9 +139,11 @@ def test_a_graph_that_falls_apart_is_told_once(caplog: pytest.LogCaptureFixture)
     )
 
 
-def test_a_ring_closes_over_the_gap_that_a_dead_rank_leaves_which_is_no_news() -> None:
+@either
+def test_a_ring_closes_over_the_gap_that_a_dead_rank_leaves_which_is_no_news(replica: str) -> None:
     cluster = Cluster(compute="100ms", failures={1: "550ms"})
-    done = simulate(lambda rank: train(rank, "adpsgd", 20), ranks=4, cluster=cluster)
+    spec = f"adpsgd:replica={replica}"
+    done = simulate(lambda rank: train(rank, spec, 20), ranks=4, cluster=cluster)
     partners = [
         moment.fields["peer"]
         for moment in done.events
@@ -161,12 +176,15 @@ def test_a_peer_that_makes_long_steps_is_warned_of_once_and_recorded_every_time(
     ]
 
 
+@either
 @pytest.mark.parametrize(("rate", "begun"), [(0.25, 5), (1, 20), (2, 40)])
 def test_a_learner_begins_as_many_exchanges_a_step_as_its_rate_says(
-    rate: float, begun: int
+    rate: float, begun: int, replica: str
 ) -> None:
     done = simulate(
-        lambda rank: train(rank, ADPSGD(rate=rate), 20), ranks=3, cluster=Cluster(compute="100ms")
+        lambda rank: train(rank, ADPSGD(rate=rate, replica=replica), 20),
+        ranks=3,
+        cluster=Cluster(compute="100ms"),
     )
     for rank in range(3):
         assert (
@@ -174,7 +192,7 @@ def test_a_learner_begins_as_many_exchanges_a_step_as_its_rate_says(
         )
 
 
-def narrow(rank: int) -> list[tuple[float, float]]:
+def narrow(rank: int, replica: str) -> list[tuple[float, float]]:
     """A variance before and after each step; rank 0's falls from 100 to 1/100 while its first
     exchange is on its way.
     """
@@ -182,7 +200,7 @@ def narrow(rank: int) -> list[tuple[float, float]]:
     seen = []
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
     unit = torch.tensor([[-1.0], [1.0]]) / 2**0.5  # of variance 1
-    with loosestep.attach(norm, optimizer, "adpsgd"):
+    with loosestep.attach(norm, optimizer, f"adpsgd:replica={replica}"):
         for step in range(8):
             norm(unit * (1 if rank else 10 if step == 0 else 0.1))
             before = norm.running_var.item()
@@ -191,8 +209,15 @@ def narrow(rank: int) -> list[tuple[float, float]]:
     return seen
 
 
-def test_a_late_delta_leaves_a_tenth_of_a_variance_that_it_would_pull_below_zero() -> None:
-    wide, _ = simulate(narrow, ranks=2, cluster=Cluster(compute="100ms", latency="250ms")).results
+@either
+def test_a_late_delta_leaves_a_tenth_of_a_variance_that_it_would_pull_below_zero(
+    replica: str,
+) -> None:
+    wide, _ = simulate(
+        lambda rank: narrow(rank, replica),
+        ranks=2,
+        cluster=Cluster(compute="100ms", latency="250ms"),
+    ).results
     assert wide[0][0] == pytest.approx(100)
     assert min(after / before for before, after in wide) == pytest.approx(0.1)
 

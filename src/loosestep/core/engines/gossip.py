@@ -301,8 +301,8 @@ class GossipEngine:
         mailbox, step = self._mailbox, self._learner.state["step"]
         if mailbox is None or self._strategy.lockstep or len(self._group.members) < 2:
             return None
-        if step % LOOK or not mailbox.alive():
-            return None
+        if step % LOOK or not mailbox.alive() or self._world.rank != 0:
+            return None  # the ranks of a host keep one pace, and one line is enough
         return self._usefulness.advice(
             step,
             exchanges=mailbox.counters["exchanges"],

@@ -78,10 +78,11 @@ class Usefulness:
         if not limited and (step < ENOUGH or per_step >= min(RARE, wanted / 2)):
             return None
         apart = self.distance_in_steps(distance)
+        old = f"; what is folded is {age:.0f} steps old" if age else ""
         told = "" if apart is None else f", and learners are {apart:.0f} steps from their mean"
         return (
-            f"{self._strategy} exchanges {per_step:.3f} models a step here; what is folded is "
-            f"{age:.0f} steps old{told}: each learner trains nearly alone. Send less "
+            f"{self._strategy} exchanges {per_step:.3f} models a step here{old}{told}: each "
+            "learner trains nearly alone. Send less "
             "(codec='bf16'), let it cost more (slowdown=), make nodes the learners "
             "(replica='node'), or use a strategy that sends in larger turns (daso, diloco)"
         )
