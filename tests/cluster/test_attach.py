@@ -256,6 +256,9 @@ def resumed(rank: int, spec: str, cut: int, total: int = 9):
         "delay-by-one:replica=rank",
         "daso:window=2,period=2,warmup=2,cooldown=3,total=9",
         "daso-paper:epoch=3",
+        "daso:period=3,delay=2,warmup=2,codec=int8:block=8",
+        "diloco:period=3,delay=2,replica=rank,codec=(qsgd:levels=20,block=64)",
+        "allreduce:codec=bf16",
     ],
 )
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(spec, cut):

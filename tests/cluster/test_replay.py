@@ -48,11 +48,12 @@ def assert_same(original, replayed, killed=()):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_run_with_a_straggler_and_a_kill_is_replayed_bit_for_bit_at_every_step(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, codec
 ):
     options = {
-        "strategy": "adpsgd:graph=random-ring",
+        "strategy": f"adpsgd:graph=random-ring,codec={codec}",
         "nodes": 4,
         "steps": 60,
         **SLOW_AND_KILLED,

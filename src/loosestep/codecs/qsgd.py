@@ -42,11 +42,12 @@ class QSGD(Codec):
         """Up with the probability of what is above the level below."""
         chance = torch.Generator(values.device).manual_seed(seed)
         for block, scales, levels in parts(codes, values, self.block):
-            norm = torch.linalg.vector_norm(
-                block, dim=2, keepdim=True, dtype=torch.float64
-            )  # squares overflow
+            largest = torch.maximum(block.amax(2, keepdim=True), block.amin(2, keepdim=True).neg_())
+            # of shares of the largest, whose squares do not overflow
+            shares = block * torch.where(largest > TINY, 1 / largest, 0)
+            norm = shares.square_().sum(2, keepdim=True).sqrt_().mul_(largest)
             scales.copy_(norm / self.levels)
-            steps = torch.where(norm > TINY, self.levels / norm, 0).to(block.dtype)
+            steps = torch.where(norm > TINY, self.levels / norm, 0)
             count = block.numel()
             draws = torch.empty(-(-count // 4), dtype=torch.int64, device=block.device)
             draws.random_(-(2**63), None, generator=chance)  # four of 16 bits at a time

@@ -19,6 +19,7 @@ from loosestep.strategies.base import (
     require,
     require_choice,
     require_count,
+    whole_values,
 )
 from loosestep.topology.graphs import GRAPHS, GossipGraph
 
@@ -86,8 +87,8 @@ class ADPSGD(Strategy[Gossiping]):
 
     @property
     def codecs(self) -> list[str]:
-        """What pairs exchange is rounded where it is added, so only a fine codec helps."""
-        return ["bf16"]
+        """Those that are fine enough for parameters: two learners agree on nothing else."""
+        return whole_values()
 
     def graph_of(self, learners: int) -> GossipGraph:
         """Who is whose neighbour; refuses a graph that does not fit the number of learners."""

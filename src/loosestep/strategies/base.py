@@ -117,6 +117,10 @@ class GossipPlan(Protocol):
         """Whether the optimizer's momentum is averaged too."""
 
     @property
+    def moves_in(self) -> Codec | None:
+        """The codec of what pairs exchange; None: parameters as they are."""
+
+    @property
     def replica(self) -> Learner:
         """Who is one learner."""
 
@@ -175,7 +179,7 @@ class Strategy(Generic[Asks]):
 
     @property
     def moves_in(self) -> Codec | None:
-        """The codec of what replicas have moved; None if they exchange parameters as they are."""
+        """The codec of what replicas exchange; None if that is parameters as they are."""
         return None if self.codec is None else named_codec(self.codec)
 
     @property

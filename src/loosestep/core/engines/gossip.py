@@ -84,6 +84,7 @@ class GossipEngine:
                 fold_share=self._fold_share(),
                 codec=strategy.codec,
                 gradients=group.gradients,
+                codec=learner.strategy.moves_in,
             )
 
         group.open(opens, self.join)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from loosestep.core.gossip.budget import AIM, IDLE
 from loosestep.core.gossip.mailbox import in_flight
 from loosestep.sim.cluster import Cluster
-from loosestep.sim.predict.costs import Costs, Nodes, Times
+from loosestep.sim.predict.costs import NUMBER, Costs, Nodes, Times
 from loosestep.sim.predict.lockstep import Gradients
 from loosestep.sim.predict.machine import Machine
 from loosestep.strategies.base import GossipPlan
@@ -111,6 +111,9 @@ class GossipClocks:
         self._durations = node_steps(sizes, durations, nodes, costs) if as_nodes else durations
         self._inner_waits = (self._durations[self._learner_of_rank] - durations).mean(axis=1)
         self._size = sum(sizes)
+        codec = strategy.moves_in
+        # what a pair sends of it, each way
+        self._coded = self._size * (1.0 if codec is None else codec.bytes_per_value / NUMBER)
         self._shard = sum(sizes) / (costs.lanes if as_nodes else 1)
         chunk, window = in_flight(round(self._shard), learners - 1)
         turns = ceil(self._shard / chunk / window)
@@ -236,12 +239,12 @@ class GossipClocks:
         models = models + np.bincount(theirs[between], minlength=self._uplink.size)
         busy = models > 0
         self._uplink[busy] = (
-            np.maximum(self._uplink[busy], start) + models[busy] * self._size / self._rate
+            np.maximum(self._uplink[busy], start) + models[busy] * self._coded / self._rate
         )
         self._backbone = (
-            max(self._backbone, start) + 2 * crossing * self._size / self._backbone_rate
+            max(self._backbone, start) + 2 * crossing * self._coded / self._backbone_rate
         )
-        self.sent += 2 * crossing * self._size
+        self.sent += 2 * crossing * self._coded
         carried = np.maximum(np.maximum(self._uplink[mine], self._uplink[theirs]), self._backbone)
         inside = self._time[begins] + self._size / self._cluster.node_bytes_per_second
         return np.where(between, np.maximum(carried, inside), inside)
