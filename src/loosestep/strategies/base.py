@@ -101,10 +101,6 @@ class GossipPlan(Protocol):
         """By which share communication may make steps slower."""
 
     @property
-    def codec(self) -> str | Codec | None:
-        """How values are written that pairs exchange."""
-
-    @property
     def max_staleness(self) -> int | None:
         """How many steps before it is folded a value may have been read; None: any number."""
 

@@ -82,9 +82,8 @@ class GossipEngine:
                 emit=self._news.hear,
                 tape=learner.tape.writer,
                 fold_share=self._fold_share(),
-                codec=strategy.codec,
+                codec=strategy.moves_in,
                 gradients=group.gradients,
-                codec=learner.strategy.moves_in,
             )
 
         group.open(opens, self.join)
