@@ -411,7 +411,7 @@ def test_gossip_in_a_code_sends_half_the_bytes_and_keeps_the_mean() -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             chance = torch.Generator().manual_seed(rank)
             moved = torch.zeros(4096, dtype=torch.float64)
-            spec = f"adpsgd:graph=ring,rate=1,cpu_share=1,codec={codec}"
+            spec = f"adpsgd:graph=ring,rate=1,codec={codec}"
             with loosestep.attach(model, optimizer, spec, topology=Topology.grid(4, 1)) as run:
                 for _ in range(20):
                     gradient = torch.randn(4096, generator=chance, dtype=torch.float64)
