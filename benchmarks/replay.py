@@ -32,7 +32,7 @@ import loosestep
 from common import SIMULATED, Spread, machine, publish, table
 from loosestep import launch
 from loosestep.core.store import host_store
-from loosestep.record.format import Kind, Recording
+from loosestep.record.format import Recording, RecordKind
 from loosestep.record.player import RecordingEnds
 from loosestep.record.recorder import Recorder, digest_of
 
@@ -258,7 +258,7 @@ def replay_runs(count: int) -> str:
                 found = Recording.read(recording, rank)
                 sizes += len(found.data) - found.start
                 made += found.steps
-                folds += sum(record.kind is Kind.FOLD for record in found.records())
+                folds += sum(record.kind is RecordKind.FOLD for record in found.records())
     results = ", ".join(f"{good} of {tried} on {kind}" for kind, (good, tried) in same.items())
     return (
         f"{count} recorded runs of {RANKS} processes ({STRATEGY}, {STEPS} steps each, 0.3 MB "

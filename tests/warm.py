@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from loosestep.launch.processes import Job, Place, Rank
+from loosestep.launch.processes import Job, Rank, RankCommand
 
 PR_SET_CHILD_SUBREAPER = 36
 _cold_spawn = Job._spawn
@@ -86,4 +86,6 @@ def command(*arguments: object) -> Job:
     """`loosestep ARGUMENTS` as a process of its own, `job.ranks[0]`; the ranks that it starts
     import torch themselves.
     """
-    return Job([Place("loosestep", [sys.executable, "-m", "loosestep.cli", *map(str, arguments)])])
+    return Job(
+        [RankCommand("loosestep", [sys.executable, "-m", "loosestep.cli", *map(str, arguments)])]
+    )

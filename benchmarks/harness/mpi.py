@@ -18,7 +18,7 @@ from typing import Any
 
 from loosestep.lab import Lab
 from loosestep.launch.become_rank import CLONE_NEWNET, PR_SET_PDEATHSIG, add_hosts
-from loosestep.launch.processes import Job, Place
+from loosestep.launch.processes import Job, RankCommand
 from peers.base import name_this_node
 
 SIGKILL = 9
@@ -37,7 +37,7 @@ def start(
         "LOOSESTEP_COUNTS": json.dumps(lab.counts),
     }
     command = [sys.executable, "-m", "harness.mpi", "head"]
-    place = Place(
+    place = RankCommand(
         "mpi", command, {**env, **settings}, 0, lab.network.namespace(0), lab.network.hosts()
     )
     return Job([place], output=output)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loosestep.cli import app
-from loosestep.record.format import BEHIND, Kind, Recording, _bodies, rank_file
+from loosestep.record.format import BEHIND, Recording, RecordKind, _bodies, rank_file
 from loosestep.record.recorder import Recorder, digest_of
 from loosestep.runfolder import checkpoint
 
@@ -106,9 +106,9 @@ def _folds_that_matter(kinds: list[int]) -> list[int]:
     taken = False
     folds = []
     for place, kind in enumerate(kinds):
-        moved |= kind == Kind.LANDED
-        taken |= moved and kind == Kind.TAKE
-        if kind == Kind.FOLD:
+        moved |= kind == RecordKind.LANDED
+        taken |= moved and kind == RecordKind.TAKE
+        if kind == RecordKind.FOLD:
             folds += [place] * taken
             moved = taken = False
     return folds

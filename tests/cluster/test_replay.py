@@ -5,7 +5,7 @@ at every step.
 import pytest
 import replay_worker
 
-from loosestep.record.format import Kind, Recording
+from loosestep.record.format import Recording, RecordKind
 from loosestep.record.player import RecordingEnds
 from loosestep.sim.driver import simulate
 
@@ -65,7 +65,8 @@ def test_a_run_with_a_straggler_and_a_kill_is_replayed_bit_for_bit_at_every_step
     assert all(lines[-1][2] == [2] for rank, lines in enumerate(original) if rank != 2)
     recordings = [Recording.read(tmp_path / "recording", rank) for rank in range(4)]
     folds = [
-        sum(record.kind is Kind.FOLD for record in recording.records()) for recording in recordings
+        sum(record.kind is RecordKind.FOLD for record in recording.records())
+        for recording in recordings
     ]
     assert sum(folds) > 40  # and really asynchronous: the slow one was averaged many times a step
 
@@ -87,7 +88,7 @@ def test_boundaries_of_some_chunks_of_a_larger_model_are_replayed_bit_for_bit(tm
         record.rest
         for each in recordings
         for record in each.records()
-        if record.kind is Kind.BOUNDARY
+        if record.kind is RecordKind.BOUNDARY
     ]
     assert any(0 < len(chunks) < 4 for chunks in boundaries if chunks is not None)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loosestep import launch
-from loosestep.launch import Job, Place
+from loosestep.launch import Job, RankCommand
 from loosestep.topology.launchers import Launch, Rendezvous, find_master
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -38,7 +38,7 @@ def by_hand(rank, *arguments, world=2, **env):
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return Place(f"r{rank}", [sys.executable, SCRIPT, *arguments], {**common, **env})
+    return RankCommand(f"r{rank}", [sys.executable, SCRIPT, *arguments], {**common, **env})
 
 
 @pytest.mark.parametrize("hosted", [True, False], ids=["in the launcher's store", "by hand"])
@@ -68,7 +68,9 @@ def test_a_restart_meets_in_the_store_that_the_first_attempt_met_in():
         job.ranks[1].kill(signal.SIGKILL)
         job.wait(20)
     again = [
-        Place(place.label, [sys.executable, SCRIPT, "train", "--steps", "5"], place.env, place.node)
+        RankCommand(
+            place.label, [sys.executable, SCRIPT, "train", "--steps", "5"], place.env, place.node
+        )
         for place in places
     ]
     with Job(again) as job:
@@ -109,7 +111,7 @@ def test_a_port_that_is_taken_is_passed_over():
         socket.create_server(("127.0.0.1", place.ports[0])),
         Job(
             [
-                Place(
+                RankCommand(
                     f"r{rank}",
                     [sys.executable, SCRIPT, "train", "--steps", "5"],
                     {**step, **common, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)},
@@ -123,7 +125,11 @@ def test_a_port_that_is_taken_is_passed_over():
 
 def test_a_process_among_several_that_would_train_alone_says_how_to_start():
     with Job(
-        [Place("r0", [sys.executable, SCRIPT, "train"], {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})]
+        [
+            RankCommand(
+                "r0", [sys.executable, SCRIPT, "train"], {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+            )
+        ]
     ) as job:
         assert job.wait(30).returncodes == (3,)
         assert "srun python SCRIPT" in said(job.ranks[0], "error")

@@ -7,7 +7,7 @@ import torch
 
 import loosestep
 from loosestep.core.errors import CommError
-from loosestep.core.thread import Stream
+from loosestep.core.thread import CommThread
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def in_a_new_thread() -> int:
 
 
 def test_a_narrow_thread_leaves_the_cores_to_all_others(three_threads: None) -> None:
-    narrow = Stream("narrow", narrow=True)
-    wide = Stream("wide")
+    narrow = CommThread("narrow", narrow=True)
+    wide = CommThread("wide")
     assert narrow.run(torch.get_num_threads) == 1
     assert wide.run(torch.get_num_threads) == 3
     assert torch.get_num_threads() == 3
@@ -37,7 +37,7 @@ def test_a_narrow_thread_leaves_the_cores_to_all_others(three_threads: None) -> 
 
 
 def test_an_error_is_that_of_every_later_task() -> None:
-    stream = Stream("failing")
+    stream = CommThread("failing")
     with pytest.raises(ZeroDivisionError):
         stream.submit(lambda: 1 // 0).wait(5)
     with pytest.raises(ZeroDivisionError):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loosestep.recipes.order import Order, Stream, mix
+from loosestep.recipes.order import BatchStream, Order, mix
 
 GOLDEN = (6375474604893067239, 7617019192293260610, 4909851169395153553)
 sizes = st.integers(1, 60)
@@ -39,7 +39,9 @@ def test_learners_take_all_batches_and_never_the_same(
     order = Order(examples, batch=batch, seed=0)
     numbers = []
     for learner in range(learners):
-        stream = Stream(lambda n: (n, order[n]), learner=learner, learners=learners, taken=taken)
+        stream = BatchStream(
+            lambda n: (n, order[n]), learner=learner, learners=learners, taken=taken
+        )
         numbers += [next(stream)[0] for _ in range(3)]
     assert sorted(numbers) == list(range(taken, taken + 3 * learners))
 
@@ -63,19 +65,19 @@ def test_batches_are_bucketed_by_length_but_not_in_order_of_length() -> None:
 
 
 def test_a_stream_continues_where_it_was_saved() -> None:
-    stream = Stream(lambda n: n, learner=1, learners=3)
+    stream = BatchStream(lambda n: n, learner=1, learners=3)
     first = [next(stream) for _ in range(4)]
     state = stream.state_dict()
     rest = [next(stream) for _ in range(4)]
-    resumed = Stream(lambda n: n, learner=1, learners=3)
+    resumed = BatchStream(lambda n: n, learner=1, learners=3)
     resumed.load_state_dict(state)
     assert first + [next(resumed) for _ in range(4)] == [1, 4, 7, 10, *rest]
 
 
 def test_a_position_of_other_learners_is_refused() -> None:
-    state = Stream(lambda n: n, learners=2).state_dict()
+    state = BatchStream(lambda n: n, learners=2).state_dict()
     with pytest.raises(ValueError, match="one of 2 learners, this stream has 3"):
-        Stream(lambda n: n, learners=3).load_state_dict(state)
+        BatchStream(lambda n: n, learners=3).load_state_dict(state)
 
 
 def test_mixed_seeds_differ() -> None:
@@ -114,4 +116,4 @@ def test_nonsense_is_refused(arguments: dict[str, int], message: str) -> None:
 
 def test_a_learner_outside_the_learners_is_refused() -> None:
     with pytest.raises(ValueError, match=r"learner must be in 0\.\.1 for 2 learners, got 2"):
-        Stream(lambda n: n, learner=2, learners=2)
+        BatchStream(lambda n: n, learner=2, learners=2)

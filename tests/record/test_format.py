@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from loosestep.record.format import (
     WITH_READINGS,
     WITH_TEXT,
-    Kind,
     Record,
     Recording,
     RecordingError,
+    RecordKind,
     pack,
     pack_boundary,
     pack_readings,
@@ -33,20 +33,20 @@ SHORT = st.integers(0, 2**16 - 1)
 WORD = st.integers(0, 2**32 - 1)
 LONG = st.integers(0, 2**64 - 1)
 WEIGHT = st.floats(0, 0.5)
-FIELDS: dict[Kind, list[Any]] = {
-    Kind.TAKE: [SHORT, WORD, WORD],
-    Kind.FOLD: [SHORT, WORD, WORD, WEIGHT],
-    Kind.READ: [WORD, WORD],
-    Kind.MEAN: [WORD],
-    Kind.FINAL: [WORD],
-    Kind.KEEP: [WORD, SHORT],
-    Kind.ROUND: [WORD],
-    Kind.MIX: [SHORT, WORD, WORD, WEIGHT],
-    Kind.GONE: [SHORT, st.integers(0, 1)],
-    Kind.STEPPED: [LONG],
-    Kind.CHECKED: [LONG, LONG],
-    Kind.NUMBER: [st.integers(-(2**63), 2**63 - 1)],
-    Kind.END: [LONG, LONG],
+FIELDS: dict[RecordKind, list[Any]] = {
+    RecordKind.TAKE: [SHORT, WORD, WORD],
+    RecordKind.FOLD: [SHORT, WORD, WORD, WEIGHT],
+    RecordKind.READ: [WORD, WORD],
+    RecordKind.MEAN: [WORD],
+    RecordKind.FINAL: [WORD],
+    RecordKind.KEEP: [WORD, SHORT],
+    RecordKind.ROUND: [WORD],
+    RecordKind.MIX: [SHORT, WORD, WORD, WEIGHT],
+    RecordKind.GONE: [SHORT, st.integers(0, 1)],
+    RecordKind.STEPPED: [LONG],
+    RecordKind.CHECKED: [LONG, LONG],
+    RecordKind.NUMBER: [st.integers(-(2**63), 2**63 - 1)],
+    RecordKind.END: [LONG, LONG],
 }
 HEADER = make_header(
     rank=3, nodes=[[0, 1], [2, 3]], strategy="adpsgd", layout=["weight: (2, 2) float32"]
@@ -55,22 +55,22 @@ HEADER = make_header(
 
 @st.composite
 def records(draw: st.DrawFn) -> Record:
-    kind = draw(st.sampled_from(list(Kind)))
+    kind = draw(st.sampled_from(list(RecordKind)))
     fields = tuple(draw(st.tuples(*FIELDS.get(kind, []))))
     rest: Any = None
     if kind in WITH_READINGS:
         rest = draw(st.dictionaries(SHORT, WORD, max_size=60))
     elif kind in WITH_TEXT:
         rest = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=400))
-    elif kind is Kind.BOUNDARY:
+    elif kind is RecordKind.BOUNDARY:
         rest = sorted(draw(st.sets(st.integers(0, 40)))) or None
-    return Record(kind, fields, rest, behind=kind < Kind.STEP and draw(st.booleans()))
+    return Record(kind, fields, rest, behind=kind < RecordKind.STEP and draw(st.booleans()))
 
 
 def body(record: Record) -> bytes:
     if record.kind in WITH_READINGS:
         return pack_readings(record.kind, *record.fields, record.rest)
-    if record.kind is Kind.BOUNDARY:
+    if record.kind is RecordKind.BOUNDARY:
         return pack_boundary(record.rest or [])
     return pack(record.kind, *record.fields, rest=record.rest.encode() if record.rest else b"")
 
@@ -103,7 +103,7 @@ def test_what_is_written_is_read(wanted: list[Record]) -> None:
         assert read(Path(name), data) == wanted
         found = Recording.read(Path(name), 3)
         assert found.header == HEADER
-        assert found.steps == sum(record.kind is Kind.STEP for record in wanted)
+        assert found.steps == sum(record.kind is RecordKind.STEP for record in wanted)
 
 
 @settings(max_examples=50, deadline=None)
@@ -148,14 +148,14 @@ def test_a_changed_byte_never_gives_other_records(
 def test_a_change_before_the_last_records_is_an_error_that_says_where(
     place: int, tmp_path: Path
 ) -> None:
-    data = bytearray(write(tmp_path, [Record(Kind.FOLD, (1, 2, q, 0.5)) for q in range(20)]))
+    data = bytearray(write(tmp_path, [Record(RecordKind.FOLD, (1, 2, q, 0.5)) for q in range(20)]))
     data[place] ^= 64
     with pytest.raises(RecordingError, match=r"is damaged at byte \d+ of"):
         read(tmp_path, bytes(data))
 
 
 def test_a_recording_that_is_none_is_refused_with_advice(tmp_path: Path) -> None:
-    data = write(tmp_path, [Record(Kind.STEP)])
+    data = write(tmp_path, [Record(RecordKind.STEP)])
     with pytest.raises(
         RecordingError, match=r"recording of rank 5 is missing.*there are those of ranks \[3\]"
     ):

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loosestep.sim.clock import Clock, Gate, Killed
+from loosestep.sim.clock import Gate, Killed, VirtualClock
 
 
 def test_strands_take_turns_in_the_order_of_virtual_time() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     seen = []
 
     def live(name: str, pause: float) -> None:
@@ -34,7 +34,7 @@ def test_strands_take_turns_in_the_order_of_virtual_time() -> None:
 
 
 def order_of_ties(seed: int) -> list[int]:
-    clock = Clock(seed)
+    clock = VirtualClock(seed)
     seen = []
 
     def live(name: int) -> None:
@@ -56,7 +56,7 @@ def test_the_seed_alone_decides_between_equal_times() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(st.floats(0, 3), max_size=5), min_size=1, max_size=6))
 def test_time_never_goes_back_and_only_one_strand_runs(pauses: list[list[float]]) -> None:
-    clock = Clock()
+    clock = VirtualClock()
     running = []
     times = []
 
@@ -76,7 +76,7 @@ def test_time_never_goes_back_and_only_one_strand_runs(pauses: list[list[float]]
 
 
 def test_a_gate_lets_everybody_go_on_and_a_timeout_gives_up() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     seen = []
     gate = Gate(clock)
     clock.spawn(lambda: seen.append(gate.wait()), name="patient", rank=0)
@@ -87,7 +87,7 @@ def test_a_gate_lets_everybody_go_on_and_a_timeout_gives_up() -> None:
 
 
 def test_who_waits_for_nothing_is_named_and_unwound() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     unwound = []
 
     def live() -> None:
@@ -103,7 +103,7 @@ def test_who_waits_for_nothing_is_named_and_unwound() -> None:
 
 
 def test_a_killed_rank_ends_where_it_waits_and_the_others_go_on() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     seen = []
 
     def live(name: str) -> None:
@@ -125,7 +125,7 @@ def test_no_thread_is_left() -> None:
 
 
 def test_an_error_in_an_event_is_raised_by_run() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     clock.spawn(lambda: clock.sleep(5.0), name="rank 0", rank=0)
     clock.call(1.0, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -36,7 +36,7 @@ from loosestep.runfolder.folder import RunFolder
 from loosestep.topology.launchers import Launch, detect_launch
 from loosestep.training.loop import budget
 from loosestep.training.rank import guarded, own_device
-from loosestep.training.watch import Ending, watch
+from loosestep.training.watch import RunResult, watch
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _given(value: object) -> object:
 
 def run_folder(
     folder: RunFolder, console: Console, title: str, *, transient: bool = False, advice: str = ""
-) -> Ending:
+) -> RunResult:
     """All ranks of a run, to the end; `transient`: the picture goes when it is over. `advice`:
     how to continue it.
     """
@@ -161,7 +161,7 @@ def run_folder(
         raise
 
 
-def conclude(folder: RunFolder, ending: Ending, console: Console) -> None:
+def conclude(folder: RunFolder, ending: RunResult, console: Console) -> None:
     """Write the report and say how the run ended; exit if it did not."""
     if not ending.complete:
         if report_so_far(folder):
@@ -266,7 +266,7 @@ def train_as_given(config: Config, folder: RunFolder, launch: Launch, console: C
     code = guarded(folder, config, tell)
     if code == 0 and launch.rank == 0:
         folder.merge_traces()
-        conclude(folder, Ending(complete=True), console)
+        conclude(folder, RunResult(complete=True), console)
     elif launch.rank == 0:
         report_so_far(folder)
     raise typer.Exit(code)

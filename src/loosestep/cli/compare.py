@@ -138,7 +138,7 @@ def compare(
         task = prepare(base, console)
         path = runs / (name or f"{asked.short(recipe)}-compare-{time.strftime('%m%d-%H%M%S')}")
         advice = f"the same command with --name {path.name} goes on from there"
-        comparison = Comparison(
+        comparison = ComparedRuns(
             settle(base, task), task, path, console, single=seeds == 1, advice=advice
         )
         rates = {text: comparison.find_rate(text) for text in chosen} if lr_search else {}
@@ -149,7 +149,7 @@ def compare(
 
 
 @dataclass
-class Comparison:
+class ComparedRuns:
     """The runs of a comparison, each in a folder of its own under `path`."""
 
     config: Config

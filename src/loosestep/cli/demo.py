@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from loosestep.cli.common import one_line_errors, prepare, settle
-from loosestep.cli.compare import Comparison
+from loosestep.cli.compare import ComparedRuns
 from loosestep.cli.launch import gentle_end, refuse
 from loosestep.cli.screen import spell_quality
 from loosestep.lab import Lab, LabError
@@ -67,7 +67,7 @@ def demo(
         introduce(console, config, chosen)
         task = prepare(config, console)
         path = runs / f"demo-{time.strftime('%m%d-%H%M%S')}"
-        comparison = Comparison(settle(config, task), task, path, console, single=True)
+        comparison = ComparedRuns(settle(config, task), task, path, console, single=True)
         for strategy in chosen:
             comparison.train(strategy, seed=0, lr=None)
         explain(console, [outcome for outcome in comparison.outcomes if not outcome.diverged])

@@ -15,11 +15,11 @@ from loosestep.cli.launch import gentle_end
 from loosestep.cli.screen import Screen
 from loosestep.record.format import RecordingError
 from loosestep.record.player import changed_circumstances
-from loosestep.record.source import Place, parse_place
+from loosestep.record.source import StepOfRank, parse_place
 from loosestep.runfolder.config import TrainingError
 from loosestep.runfolder.folder import RunFolder
 from loosestep.training.replay import (
-    Comparison,
+    ReplayResult,
     read_recordings,
     replay_in_process,
     replay_run,
@@ -76,14 +76,14 @@ def replay(
         conclude(comparison, console)
 
 
-def place_of(text: str | None) -> Place | None:
+def place_of(text: str | None) -> StepOfRank | None:
     try:
         return None if text is None else parse_place(text)
     except RecordingError as error:
         raise TrainingError(f"--until: {error}") from None
 
 
-def conclude(comparison: Comparison, console: Console) -> None:
+def conclude(comparison: ReplayResult, console: Console) -> None:
     """Say how it compares; exit with 1 if it is not the same."""
     if comparison.stopped is not None:
         at = comparison.stopped

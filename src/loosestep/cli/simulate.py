@@ -30,7 +30,7 @@ from loosestep.sim.driver import Simulation
 from loosestep.sim.predict.timing import Prediction, predict
 from loosestep.topology import Topology
 from loosestep.training.on_virtual_ranks import measure_step, simulate_run
-from loosestep.training.watch import Ending
+from loosestep.training.watch import RunResult
 
 
 def simulate(
@@ -184,7 +184,7 @@ def train_virtually(
         report_so_far(folder)
         raise
     show_simulation(done, console)
-    conclude(folder, Ending(complete=True, problem=_losses(done)), console)
+    conclude(folder, RunResult(complete=True, problem=_losses(done)), console)
 
 
 def _losses(done: Simulation) -> str:

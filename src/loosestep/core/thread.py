@@ -17,7 +17,7 @@ from loosestep.core.pending import Pending
 T = TypeVar("T")
 
 
-class Stream:
+class CommThread:
     """Runs tasks one after another on its own thread. After an error every later task fails with
     the same error.
 

@@ -30,7 +30,7 @@ from loosestep.core.messages.heartbeat import Pulse
 from loosestep.core.messages.sealed_store import SealedStore, lonely_store
 from loosestep.core.stopping import Stop
 from loosestep.core.store import host_store
-from loosestep.core.thread import Stream
+from loosestep.core.thread import CommThread
 from loosestep.events import Trace
 from loosestep.record.values import Condition, StoreValues, Values
 from loosestep.topology import Topology
@@ -124,9 +124,9 @@ class World:
             device=self.reach.device,
         )
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> CommThread:
         """A thread for communication."""
-        return Stream(name, narrow=self.reach is None or self.reach.device.type == "cpu")
+        return CommThread(name, narrow=self.reach is None or self.reach.device.type == "cpu")
 
     def mailbox(self, members: Sequence[int], **arguments: Any) -> GossipMailbox:
         """This rank's end of the gossip among `members`."""

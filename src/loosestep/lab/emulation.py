@@ -22,12 +22,12 @@ from types import TracebackType
 from loosestep import launch, units
 from loosestep.core.store import host_store
 from loosestep.lab import grammar, torchrun
-from loosestep.lab.faults import Announce, Schedule, Slowdown
+from loosestep.lab.faults import Announce, FaultTimer, Slowdown
 from loosestep.lab.grammar import Fault, Partition
 from loosestep.lab.leftovers import MARK, new_mark
 from loosestep.lab.meeting import has_met
 from loosestep.lab.network import INTERFACE, Network
-from loosestep.launch import Job, Output, Place, Result
+from loosestep.launch import Job, Output, RankCommand, Result
 from loosestep.launch.become_rank import add_hosts
 
 SLOW = "LOOSESTEP_SLOW"
@@ -88,7 +88,7 @@ class Lab:
         self.faults = list(faults)
         self.launcher = launcher
         self.job: Job | None = None
-        self._attendants: list[Schedule | Slowdown] = []
+        self._attendants: list[FaultTimer | Slowdown] = []
         self._meeting_port: int | None = None
         self._mark = new_mark()
         self._check(pairs, rate)
@@ -157,7 +157,7 @@ class Lab:
         self._attendants = [
             Slowdown(self.job, rank, factor) for rank, factor in self.slow.items() if factor > 1
         ]
-        self._attendants.append(Schedule(self.faults, self.job, self, announce=announce))
+        self._attendants.append(FaultTimer(self.faults, self.job, self, announce=announce))
         return self.job
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class Lab:
                     (source, target) for other in named if other is not group for target in other
                 )
 
-    def _places(self, command: Sequence[str]) -> tuple[list[Place], object]:
+    def _places(self, command: Sequence[str]) -> tuple[list[RankCommand], object]:
         if self.network is None:
             return launch.local_places(command, self.counts)
         listener = self.network.listen(0)
@@ -298,7 +298,7 @@ class Lab:
         store = self.network.inside(0, host)  # there, since the store connects to itself
         return launch.places(command, self.counts, address, port), store
 
-    def _complete(self, place: Place, env: Mapping[str, str]) -> Place:
+    def _complete(self, place: RankCommand, env: Mapping[str, str]) -> RankCommand:
         """What the lab adds: the node's network, the mark by which `clean` finds leftovers, how
         slow the rank is.
         """
@@ -315,7 +315,7 @@ class Lab:
         factor = self.slow.get(int(place.env.get("RANK", -1)))
         if factor is not None:
             extra[SLOW] = f"{factor:g}"
-        return Place(
+        return RankCommand(
             place.label, place.command, {**place.env, **extra, **env}, place.node, namespace, hosts
         )
 

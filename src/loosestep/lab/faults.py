@@ -28,7 +28,7 @@ class Cuttable(Protocol):
 Announce = Callable[[str], None]
 
 
-class Schedule:
+class FaultTimer:
     """Carries the faults out at their times and says so; ends with the job, and leaves no cut of
     its own behind.
     """

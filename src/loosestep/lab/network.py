@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loosestep.lab.user_space_wire import Wire, open_tap
+from loosestep.lab.user_space_wire import UserSpaceWire, open_tap
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Network:
     """The namespaces of a lab. `rate` in bits per second, None for no limit; `pairs` limits single
     pairs of nodes.
 
-    With `wired`, every frame passes through a `Wire` that can delay, lose and damage it.
+    With `wired`, every frame passes through a `UserSpaceWire` that can delay, lose and damage it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Network:
         self._drops: Counter[tuple[int, int]] = Counter()
         self._drops_lock = threading.Lock()
         self._handles: list[int] = []
-        self.wire: Wire | None = None
+        self.wire: UserSpaceWire | None = None
         with ExitStack() as undo:
             undo.callback(self.close)
             self._switch = self._open_namespace()
@@ -76,7 +76,7 @@ class Network:
                     )
                     for number, node in enumerate(self._nodes)
                 ]
-                self.wire = Wire(taps, mark=mark)
+                self.wire = UserSpaceWire(taps, mark=mark)
             _inside(self._switch, self._build_switch, mtu)
             for number, node in enumerate(self._nodes):
                 _inside(node, self._build_node, number, mtu)

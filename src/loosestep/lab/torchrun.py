@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from loosestep import launch
 from loosestep.lab.network import Network
-from loosestep.launch import Place
+from loosestep.launch import RankCommand
 
 PORT = 29500
 """Free in a namespace that nobody else uses."""
@@ -25,7 +25,9 @@ def require_even(counts: Sequence[int]) -> None:
         )
 
 
-def places(command: Sequence[str], counts: Sequence[int], network: Network | None) -> list[Place]:
+def places(
+    command: Sequence[str], counts: Sequence[int], network: Network | None
+) -> list[RankCommand]:
     """One agent a node; each starts the node's ranks."""
     require_even(counts)
     address, port = ("127.0.0.1", _free_port()) if network is None else (network.address(0), PORT)
@@ -36,7 +38,7 @@ def places(command: Sequence[str], counts: Sequence[int], network: Network | Non
     }
     agent = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     return [
-        Place(
+        RankCommand(
             f"n{node}",
             [*agent, f"--node-rank={node}", f"--nproc-per-node={count}", "--no-python", *command],
             env,

@@ -1,7 +1,7 @@
 """A wire in user space: frames go from one TAP interface to the other, late, lost or damaged as
 told.
 
-For what the kernel may not offer (many have no netem, or no nftables). The lab holds a `Wire`; the
+For what the kernel may not offer (many have no netem, or no nftables). The lab holds a `UserSpaceWire`; the
 forwarding is done by this same file run as a program, which needs nothing but the standard library.
 """
 
@@ -37,7 +37,7 @@ def open_tap(name: str) -> int:
     return handle
 
 
-class Wire:
+class UserSpaceWire:
     """The forwarding process of a lab, and what it is told: `delay` in seconds, `loss` and
     `flip` as probabilities.
     """

@@ -12,14 +12,14 @@ from loosestep.launch.launcher import (
     start,
     variables_of_ranks,
 )
-from loosestep.launch.processes import Job, Output, Place, Rank, Result, describe
+from loosestep.launch.processes import Job, Output, Rank, RankCommand, Result, describe
 
 __all__ = [
     "MOST_RANKS",
     "Job",
     "Output",
-    "Place",
     "Rank",
+    "RankCommand",
     "Result",
     "command_for",
     "describe",

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from loosestep.core.store import host_store
-from loosestep.launch.processes import Job, Output, Place
+from loosestep.launch.processes import Job, Output, RankCommand
 
 MOST_RANKS = 256
 
@@ -48,7 +48,7 @@ def start(
 
 def local_places(
     command: Sequence[str], counts: Sequence[int], *, env: Mapping[str, str] | None = None
-) -> tuple[list[Place], object]:
+) -> tuple[list[RankCommand], object]:
     """Where the ranks run when all nodes share this machine's loopback, and the store in which
     they meet.
     """
@@ -69,12 +69,12 @@ def places(
     port: int,
     *,
     env: Mapping[str, str] | None = None,
-) -> list[Place]:
+) -> list[RankCommand]:
     """One place for each rank, in rank order; the ranks meet at the store at `address` and
     `port`.
     """
     return [
-        Place(
+        RankCommand(
             label=f"n{node} r{variables['RANK']}",
             command=command,
             env={**variables, **(env or {})},

@@ -31,7 +31,7 @@ _EXEC = str(Path(__file__).with_name("become_rank.py"))
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCommand:
     """Where and how one process runs: its name in the output, its command, what is special in
     its environment.
     """
@@ -82,7 +82,7 @@ class Rank:
     and stderr together.
     """
 
-    def __init__(self, number: int, place: Place) -> None:
+    def __init__(self, number: int, place: RankCommand) -> None:
         self.number = number
         self.place = place
         self.pid = 0
@@ -191,7 +191,7 @@ class Job:
     """
 
     def __init__(
-        self, places: Sequence[Place], *, output: Output | None = None, store: object = None
+        self, places: Sequence[RankCommand], *, output: Output | None = None, store: object = None
     ) -> None:
         self.ranks = [Rank(number, place) for number, place in enumerate(places)]
         self._output = output

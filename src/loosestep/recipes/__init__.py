@@ -3,11 +3,12 @@
 from .base import Example, Option, Progress, Quality, Recipe, Task, Training
 from .errors import RecipeError
 from .find import find_recipe
-from .order import Order, Stream
+from .order import BatchStream, Order
 from .own import DatasetTask
 from .schedules import Schedule, local_scale, schedule
 
 __all__ = [
+    "BatchStream",
     "DatasetTask",
     "Example",
     "Option",
@@ -17,7 +18,6 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Schedule",
-    "Stream",
     "Task",
     "Training",
     "find_recipe",

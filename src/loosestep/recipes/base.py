@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from . import schedules
 from .errors import RecipeError, require
-from .order import BatchT, Order, Stream, mix
+from .order import BatchStream, BatchT, Order, mix
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`; called by whatever takes more than a moment."""
@@ -155,11 +155,11 @@ class Task(ABC, Generic[BatchT]):
 
     def stream(
         self, *, learner: int = 0, learners: int = 1, taken: int = 0
-    ) -> Stream[tuple[int, BatchT]]:
+    ) -> BatchStream[tuple[int, BatchT]]:
         """One learner's batches, as `loss` takes them; `taken` batches were used by all learners
         before.
         """
-        return Stream(self._numbered, learner=learner, learners=learners, taken=taken)
+        return BatchStream(self._numbered, learner=learner, learners=learners, taken=taken)
 
     def _numbered(self, number: int) -> tuple[int, BatchT]:
         return number, self.load(number)

@@ -89,7 +89,7 @@ class Order:
         return [plan[i] for i in draw.permutation(len(plan))]
 
 
-class Stream(Generic[BatchT]):
+class BatchStream(Generic[BatchT]):
     """One learner's endless sequence of batches. `number` is the next one to be taken: save it,
     and go on from it.
     """

@@ -31,7 +31,7 @@ FINISHED, DIED, EARLY = range(3)
 _LONG = 255
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """What happened. Up to HOLD: to the shadow, by the communication thread; from STEP on: marks
     of the compute thread.
     """
@@ -63,26 +63,26 @@ class Kind(IntEnum):
 
 
 _FIELDS = {
-    Kind.TAKE: "HII",
-    Kind.FOLD: "HIId",
-    Kind.READ: "II",
-    Kind.MEAN: "I",
-    Kind.FINAL: "I",
-    Kind.KEEP: "IH",
-    Kind.ROUND: "I",
-    Kind.MIX: "HIId",
-    Kind.GONE: "HB",
-    Kind.STEPPED: "Q",
-    Kind.CHECKED: "QQ",
-    Kind.NUMBER: "q",
-    Kind.END: "QQ",
+    RecordKind.TAKE: "HII",
+    RecordKind.FOLD: "HIId",
+    RecordKind.READ: "II",
+    RecordKind.MEAN: "I",
+    RecordKind.FINAL: "I",
+    RecordKind.KEEP: "IH",
+    RecordKind.ROUND: "I",
+    RecordKind.MIX: "HIId",
+    RecordKind.GONE: "HB",
+    RecordKind.STEPPED: "Q",
+    RecordKind.CHECKED: "QQ",
+    RecordKind.NUMBER: "q",
+    RecordKind.END: "QQ",
 }
-_STRUCTS = {kind: struct.Struct("<B" + _FIELDS.get(kind, "")) for kind in Kind}
+_STRUCTS = {kind: struct.Struct("<B" + _FIELDS.get(kind, "")) for kind in RecordKind}
 _READING = struct.Struct("<HI")
 _RUN = struct.Struct("<II")
-WITH_READINGS = (Kind.MEAN, Kind.FINAL, Kind.ROUND)
-WITH_TEXT = (Kind.VALUE, Kind.ABORT)
-WITH_REST = (*WITH_READINGS, *WITH_TEXT, Kind.BOUNDARY)
+WITH_READINGS = (RecordKind.MEAN, RecordKind.FINAL, RecordKind.ROUND)
+WITH_TEXT = (RecordKind.VALUE, RecordKind.ABORT)
+WITH_REST = (*WITH_READINGS, *WITH_TEXT, RecordKind.BOUNDARY)
 
 
 class RecordingError(ValueError):
@@ -96,22 +96,22 @@ class Record(NamedTuple):
     readings, chunks, or a text.
     """
 
-    kind: Kind
+    kind: RecordKind
     fields: tuple[Any, ...] = ()
     rest: Any = None
     behind: bool = False
 
     @property
     def is_mark(self) -> bool:
-        return self.kind >= Kind.STEP
+        return self.kind >= RecordKind.STEP
 
 
-def pack(kind: Kind, *fields: float, rest: bytes = b"") -> bytes:
+def pack(kind: RecordKind, *fields: float, rest: bytes = b"") -> bytes:
     """The body of a record."""
     return _STRUCTS[kind].pack(kind, *fields) + rest
 
 
-def pack_readings(kind: Kind, place: int, readings: dict[int, int]) -> bytes:
+def pack_readings(kind: RecordKind, place: int, readings: dict[int, int]) -> bytes:
     """The body of a mean: whose readings it was made of, beside this rank's own value."""
     return pack(
         kind,
@@ -125,12 +125,12 @@ def pack_boundary(chunks: list[int]) -> bytes:
     known = set(chunks)
     first = [chunk for chunk in chunks if chunk - 1 not in known]
     last = [chunk for chunk in chunks if chunk + 1 not in known]
-    return pack(Kind.BOUNDARY, rest=b"".join(map(_RUN.pack, first, last)))
+    return pack(RecordKind.BOUNDARY, rest=b"".join(map(_RUN.pack, first, last)))
 
 
 def unpack(body: bytes) -> Record:
     """The inverse of `pack`; ValueError for what is none."""
-    kind = Kind(body[0] & ~BEHIND)
+    kind = RecordKind(body[0] & ~BEHIND)
     layout = _STRUCTS[kind]
     rest = body[layout.size :]
     if len(body) < layout.size or (rest and kind not in WITH_REST):
@@ -138,7 +138,7 @@ def unpack(body: bytes) -> Record:
     fields = layout.unpack_from(body)[1:]
     if kind in WITH_READINGS:
         return Record(kind, fields, dict(_READING.iter_unpack(rest)), bool(body[0] & BEHIND))
-    if kind is Kind.BOUNDARY:
+    if kind is RecordKind.BOUNDARY:
         runs = [range(first, last + 1) for first, last in _RUN.iter_unpack(rest)]
         return Record(kind, fields, [chunk for run in runs for chunk in run] or None)
     return Record(
@@ -183,7 +183,7 @@ class Recording:
                 "them into one folder"
             ) from None
         header, start, crc = _read_header(path, data)
-        steps = sum(body[0] == Kind.STEP for body in _bodies(path, data, start, crc))
+        steps = sum(body[0] == RecordKind.STEP for body in _bodies(path, data, start, crc))
         return cls(path, header, data, start, crc, steps)
 
     def records(self) -> Iterator[Record]:
@@ -256,7 +256,7 @@ def _require_torn(data: bytes, position: int) -> None:
     begin = position + 1 + 4 * (data[position] == _LONG)
     if begin >= len(data):
         return
-    kind = Kind(data[begin] & ~BEHIND)
+    kind = RecordKind(data[begin] & ~BEHIND)
     if kind not in WITH_REST and length != _STRUCTS[kind].size:
         raise ValueError(f"a length of {length} for {kind.name}")
 

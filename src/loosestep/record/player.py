@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from loosestep.record.format import Kind, Record, Recording, RecordingError
+from loosestep.record.format import Record, Recording, RecordingError, RecordKind
 from loosestep.record.recorder import Recorder, circumstances
 from loosestep.record.values import Condition, ReplayError, Values
 
@@ -118,9 +118,9 @@ class Player:
     @property
     def exhausted(self) -> bool:
         """Nothing is left that the run could still do."""
-        return self._head is None or self._head.kind in (Kind.ABORT, Kind.END)
+        return self._head is None or self._head.kind in (RecordKind.ABORT, RecordKind.END)
 
-    def peek(self) -> Kind | None:
+    def peek(self) -> RecordKind | None:
         """The kind of the next mark; None at the end."""
         record = self.ahead()
         return None if record is None else record.kind
@@ -131,14 +131,14 @@ class Player:
             self._wait()
             return self._head
 
-    def mark(self, *kinds: Kind, do: Callable[[], Any] = lambda: None) -> Record:
+    def mark(self, *kinds: RecordKind, do: Callable[[], Any] = lambda: None) -> Record:
         """Wait until everything before the next mark was played; it must be one of `kinds`. `do`
         runs before anything after it.
         """
         with self._condition:
             self._wait()
             head = self._head
-            if head is None or head.kind is Kind.ABORT:
+            if head is None or head.kind is RecordKind.ABORT:
                 self._end(None if head is None else str(head.rest))
             assert head is not None
             if head.kind not in kinds:
@@ -172,13 +172,13 @@ class Player:
 
     def step(self) -> None:
         """The boundary of an optimizer step begins."""
-        self.mark(Kind.STEP)
+        self.mark(RecordKind.STEP)
         self.steps += 1
 
     def stepped(self, global_steps: int, digest: Callable[[], int]) -> int:
         """It is complete; the parameters must be what they were."""
-        record = self.mark(Kind.STEPPED, Kind.CHECKED)
-        if record.kind is Kind.CHECKED:
+        record = self.mark(RecordKind.STEPPED, RecordKind.CHECKED)
+        if record.kind is RecordKind.CHECKED:
             self._check(record.fields[1], digest())
             self.checked += 1
         if self.steps == self._until:
@@ -188,15 +188,15 @@ class Player:
 
     def number(self, value: int) -> int:
         """What it was."""
-        return int(self.mark(Kind.NUMBER).fields[0])
+        return int(self.mark(RecordKind.NUMBER).fields[0])
 
     def value(self, compute: Callable[[], Any]) -> Any:
         """What it was."""
-        return json.loads(self.mark(Kind.VALUE).rest)
+        return json.loads(self.mark(RecordKind.VALUE).rest)
 
     def ended(self, global_steps: int, digest: Callable[[], int]) -> int:
         """The final parameters must be what they were."""
-        record = self.mark(Kind.END)
+        record = self.mark(RecordKind.END)
         self._check(record.fields[1], digest())
         return int(record.fields[0])
 

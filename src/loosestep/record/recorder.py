@@ -23,8 +23,8 @@ from loosestep.record.format import (
     BEHIND,
     FORMAT,
     MAGIC,
-    Kind,
     RecordingError,
+    RecordKind,
     frame,
     pack,
     rank_file,
@@ -131,33 +131,33 @@ class Recorder:
 
     def step(self) -> None:
         """The boundary of an optimizer step begins."""
-        self.write(pack(Kind.STEP))
+        self.write(pack(RecordKind.STEP))
 
     def stepped(self, global_steps: int, digest: Callable[[], int]) -> int:
         """It is complete; with a digest as often as its cost allows."""
         if self._digesting > DIGEST_SHARE * (time.process_time() - self._begun):
-            self.write(pack(Kind.STEPPED, global_steps))
+            self.write(pack(RecordKind.STEPPED, global_steps))
             return global_steps
         begun = time.thread_time()
         value = digest()
         self._digesting += time.thread_time() - begun
-        self.write(pack(Kind.CHECKED, global_steps, value))
+        self.write(pack(RecordKind.CHECKED, global_steps, value))
         return global_steps
 
     def number(self, value: int) -> int:
         """Written down."""
-        self.write(pack(Kind.NUMBER, value))
+        self.write(pack(RecordKind.NUMBER, value))
         return value
 
     def value(self, compute: Callable[[], Any]) -> Any:
         """Computed and written down."""
         text = json.dumps(compute())
-        self.write(pack(Kind.VALUE, rest=text.encode()))
+        self.write(pack(RecordKind.VALUE, rest=text.encode()))
         return json.loads(text)  # what a replay will see
 
     def ended(self, global_steps: int, digest: Callable[[], int]) -> int:
         """The last record."""
-        self.write(pack(Kind.END, global_steps, digest()))
+        self.write(pack(RecordKind.END, global_steps, digest()))
         self._close()
         return global_steps
 
@@ -166,7 +166,7 @@ class Recorder:
 
     def aborted(self, reason: str) -> None:
         """The last record."""
-        self.write(pack(Kind.ABORT, rest=reason.encode()))
+        self.write(pack(RecordKind.ABORT, rest=reason.encode()))
         self._close()
 
     def _close(self) -> None:

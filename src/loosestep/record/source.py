@@ -21,7 +21,7 @@ UNTIL = "LOOSESTEP_REPLAY_UNTIL"
 DEFAULT_FOLDER = "recording"
 
 
-class Place(NamedTuple):
+class StepOfRank(NamedTuple):
     """A step of a rank, counted from 1."""
 
     rank: int
@@ -36,7 +36,7 @@ class Replay:
     """A recording, and where to stop."""
 
     folder: Path
-    until: Place | None = None
+    until: StepOfRank | None = None
 
 
 def current_replay() -> Replay | None:
@@ -48,9 +48,9 @@ def current_replay() -> Replay | None:
     return Replay(Path(folder), parse_place(until) if until else None)
 
 
-def parse_place(text: str) -> Place:
+def parse_place(text: str) -> StepOfRank:
     """`rank=2,step=731`"""
     found = re.fullmatch(r"\s*rank=(\d+)\s*,\s*step=(\d+)\s*", text)
     if found is None or int(found[2]) < 1:
         raise RecordingError(f"a place in a run is rank=R,step=S with S at least 1, got {text!r}")
-    return Place(int(found[1]), int(found[2]))
+    return StepOfRank(int(found[1]), int(found[2]))

@@ -38,21 +38,21 @@ class Strand:
         self.thread: threading.Thread | None = None
 
 
-class _Event(NamedTuple):
+class _Wakeup(NamedTuple):
     time: float
     tie: float
     number: int
     what: Callable[[], None] | tuple[Strand, int]
 
 
-class Clock:
+class VirtualClock:
     """Virtual seconds, and whose turn it is."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now = 0.0
         self.failure: BaseException | None = None  # of a function that was called
         self._ties = random.Random(f"order/{seed}")
-        self._queue: list[_Event] = []
+        self._queue: list[_Wakeup] = []
         self._number = 0
         self._root = Strand("root", None)
         self._running = self._root
@@ -68,7 +68,7 @@ class Clock:
     def _push(self, at: float, what: Callable[[], None] | tuple[Strand, int]) -> None:
         self._number += 1
         heapq.heappush(
-            self._queue, _Event(max(at, self.now), self._ties.random(), self._number, what)
+            self._queue, _Wakeup(max(at, self.now), self._ties.random(), self._number, what)
         )
 
     # Strands --------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Clock:
 class Gate:
     """Something to wait for. Open it once; `at` a later time, everybody goes on then."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self.is_open = False
         self.waiting: list[tuple[Strand, int]] = []

@@ -23,8 +23,8 @@ from loosestep.core.contracts import Parcel
 from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.messages.heartbeat import Pulse
 from loosestep.core.pending import Pending
-from loosestep.core.thread import Stream
-from loosestep.sim.clock import Clock, Gate, Strand
+from loosestep.core.thread import CommThread
+from loosestep.sim.clock import Gate, Strand, VirtualClock
 from loosestep.sim.links import Flow, Links, Pattern
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Meetings:
     have carried it.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self._open: dict[Any, tuple[dict[int, Any], Gate, list[Any]]] = {}
 
@@ -81,7 +81,7 @@ class VirtualPulse(Pulse):
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         rank: int,
         *,
         world: dict[int, VirtualPulse],
@@ -163,10 +163,10 @@ class VirtualPulse(Pulse):
             self._clock.call(self._clock.now + after, partial(peer.accuse, culprit, reason))
 
 
-class VirtualPending(Pending[T]):
+class VirtualResult(Pending[T]):
     """A result that arrives on the virtual clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
         self._gate = Gate(clock)
 
@@ -187,10 +187,10 @@ class VirtualPending(Pending[T]):
         self._gate.open()
 
 
-class VirtualStream(Stream):
+class VirtualStream(CommThread):
     """A communication thread that is a strand, started when it gets its first task."""
 
-    def __init__(self, clock: Clock, rank: int, name: str) -> None:
+    def __init__(self, clock: VirtualClock, rank: int, name: str) -> None:
         self._clock = clock
         self._rank = rank
         self._name = name
@@ -204,7 +204,7 @@ class VirtualStream(Stream):
 
     def submit(self, task: Callable[[], T]) -> Pending[T]:
         """Queue a task."""
-        pending: Pending[T] = VirtualPending(self._clock)
+        pending: Pending[T] = VirtualResult(self._clock)
         if self._closed:
             pending.fail(CommError("the run has ended; attach the model again to communicate"))
             return pending

@@ -27,7 +27,7 @@ from loosestep.core.gossip.memory import Fold
 from loosestep.core.gossip.peer import Pending, Rota, Transfer
 from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.messages.frames import HEADER_BYTES, Kind
-from loosestep.sim.clock import Clock, Gate
+from loosestep.sim.clock import Gate, VirtualClock
 from loosestep.sim.links import Links
 
 Array = NDArray[Any]
@@ -37,10 +37,10 @@ RETRY = 1.0  # seconds until a request that the peer had no room for is sent aga
 SAMPLED = 10  # steps of every learner between two looks at the consensus distance
 
 
-class VirtualPending(Pending):
+class VirtualExchange(Pending):
     """An exchange in flight, on the virtual clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
         self._gate = Gate(clock)
 
@@ -57,7 +57,7 @@ class VirtualPending(Pending):
 class Peers:
     """The mailboxes that gossip with each other, the links between them, and who is there."""
 
-    def __init__(self, clock: Clock, links: Links) -> None:
+    def __init__(self, clock: VirtualClock, links: Links) -> None:
         self.clock = clock
         self._links = links
         self.boxes: dict[int, VirtualMailbox] = {}
@@ -192,7 +192,7 @@ class VirtualMailbox:
         flying = self._transfers.get(peer)
         if flying is not None:
             return flying.pending
-        pending = VirtualPending(self._network.clock)
+        pending = VirtualExchange(self._network.clock)
         if peer not in self._alive:
             pending.finish("skipped")
             return pending

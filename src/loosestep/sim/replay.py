@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loosestep.record.values import unknown_value, was_ended
-from loosestep.sim.clock import Clock, Gate
+from loosestep.sim.clock import Gate, VirtualClock
 
 Array = NDArray[Any]
 
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 class VirtualCondition:
     """A `threading.Condition` between strands, of which only one runs at a time."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self._gates: list[Gate] = []
 
@@ -48,7 +48,7 @@ class VirtualCondition:
 class Shelf:
     """What all virtual ranks of a replay have left for each other."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self.values: dict[str, Array] = {}
         self.gates: dict[str, Gate] = {}

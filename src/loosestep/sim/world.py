@@ -15,11 +15,11 @@ from loosestep.core.collectives.gloo import Channel
 from loosestep.core.gossip.contract import GossipMailbox
 from loosestep.core.messages.sealed_store import SealedStore
 from loosestep.core.stopping import Stop
-from loosestep.core.thread import Stream
+from loosestep.core.thread import CommThread
 from loosestep.core.world import World
 from loosestep.events import Trace
 from loosestep.record.values import Condition, Values
-from loosestep.sim.clock import Clock
+from loosestep.sim.clock import VirtualClock
 from loosestep.sim.cluster import FORWARD, Cluster
 from loosestep.sim.collectives import Meetings, VirtualChannel, VirtualPulse, VirtualStream
 from loosestep.sim.links import Links
@@ -44,7 +44,7 @@ class Notes:
     """A store for the ranks of a simulation; reading and writing take no time."""
 
     def __init__(
-        self, clock: Clock, prefix: str = "", notes: dict[str, bytes] | None = None
+        self, clock: VirtualClock, prefix: str = "", notes: dict[str, bytes] | None = None
     ) -> None:
         self._clock = clock
         self._prefix = prefix
@@ -78,7 +78,7 @@ class Notes:
 class Actor:
     """One virtual rank: its computation, and what it is attached to."""
 
-    def __init__(self, rank: int, clock: Clock, cluster: Cluster) -> None:
+    def __init__(self, rank: int, clock: VirtualClock, cluster: Cluster) -> None:
         self.rank = rank
         self._clock = clock
         self.attachments = count()
@@ -105,7 +105,7 @@ class Stage:
     def __init__(self, cluster: Cluster, topology: Topology) -> None:
         self.cluster = cluster
         self.topology = topology
-        self.clock = Clock(cluster.seed)
+        self.clock = VirtualClock(cluster.seed)
         self.links = Links(cluster, topology)
         self.meetings = Meetings(self.clock)
         self.shelf = Shelf(self.clock)
@@ -265,7 +265,7 @@ class VirtualWorld(World):
 
         return channel
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> CommThread:
         """A strand of this rank."""
         return VirtualStream(self.stage.clock, self.actor.rank, name)
 

@@ -120,7 +120,7 @@ class Trainer:
         self.latest: torch.Tensor | None = None  # the loss of the step under way
         self.stats_before: dict[str, float] = {}
         self.base = 0  # gradients that the run does not count, because other ranks made them
-        self.clock = Clock(run.trace.clock)
+        self.clock = TrainingTime(run.trace.clock)
         self._messages: deque[tuple[float, int]] = deque(maxlen=10)
         self._said = 0.0
         if start is not None:
@@ -349,7 +349,7 @@ class Mean:
         return value
 
 
-class Clock:
+class TrainingTime:
     """Seconds of training: paused while everybody waits for an evaluation, continued when a run
     is resumed.
     """

@@ -14,8 +14,8 @@ import torch
 
 from loosestep import launch
 from loosestep.core.errors import CommError
-from loosestep.record.format import Kind, Recording, RecordingError
-from loosestep.record.source import FOLDER, UNTIL, Place
+from loosestep.record.format import Recording, RecordingError, RecordKind
+from loosestep.record.source import FOLDER, UNTIL, StepOfRank
 from loosestep.record.values import ReplayError
 from loosestep.runfolder.config import Config, TrainingError, read_config
 from loosestep.runfolder.folder import RunFolder
@@ -32,7 +32,7 @@ GRACE = 2.0
 
 
 @dataclass
-class Comparison:
+class ReplayResult:
     """How a replay compares. `stopped`: what the rank said at which it was to stop; `problem`:
     what went wrong first.
     """
@@ -82,13 +82,18 @@ def read_recordings(folder: RunFolder) -> tuple[Config, list[Recording]]:
 
 
 def replay_run(
-    folder: RunFolder, *, until: Place | None, show: Show, print_line: Print, timeout: float = 1e9
-) -> Comparison:
+    folder: RunFolder,
+    *,
+    until: StepOfRank | None,
+    show: Show,
+    print_line: Print,
+    timeout: float = 1e9,
+) -> ReplayResult:
     """Train again as real processes, from the recording, in a folder of its own."""
     config, recordings = read_recordings(folder)
     require_place(until, recordings)
     scratch = scratch_folder(folder, config)
-    comparison = Comparison(recordings)
+    comparison = ReplayResult(recordings)
     errors: dict[int, str] = {}
 
     def take(message: dict[str, Any]) -> None:
@@ -123,14 +128,14 @@ def replay_run(
     return comparison
 
 
-def replay_in_process(folder: RunFolder, *, until: Place | None, show: Show) -> Comparison:
+def replay_in_process(folder: RunFolder, *, until: StepOfRank | None, show: Show) -> ReplayResult:
     """Train again on virtual ranks in this process: slower than processes, and to be looked into
     with a debugger.
     """
     config, recordings = read_recordings(folder)
     require_place(until, recordings)
     scratch = scratch_folder(folder, config)
-    comparison = Comparison(recordings)
+    comparison = ReplayResult(recordings)
     topology = Topology(recordings[0].header["nodes"])
 
     def hear(message: dict[str, Any]) -> None:
@@ -152,7 +157,7 @@ def replay_in_process(folder: RunFolder, *, until: Place | None, show: Show) -> 
 
 
 @contextmanager
-def _surroundings(folder: RunFolder, until: Place | None, *, threads: int) -> Iterator[None]:
+def _surroundings(folder: RunFolder, until: StepOfRank | None, *, threads: int) -> Iterator[None]:
     """This process replays, with as many threads as it was recorded with."""
     before = torch.get_num_threads()
     os.environ[FOLDER] = str(folder.recording.resolve())
@@ -176,12 +181,14 @@ def scratch_folder(folder: RunFolder, config: Config) -> RunFolder:
     return scratch
 
 
-def require_place(until: Place | None, recordings: list[Recording]) -> None:
+def require_place(until: StepOfRank | None, recordings: list[Recording]) -> None:
     """The step to stop at must have been made."""
     if until is None:
         return
     if until.rank >= len(recordings):
         raise TrainingError(f"--until {until}: there are ranks 0 to {len(recordings) - 1}")
-    made = sum(r.kind in (Kind.STEPPED, Kind.CHECKED) for r in recordings[until.rank].records())
+    made = sum(
+        r.kind in (RecordKind.STEPPED, RecordKind.CHECKED) for r in recordings[until.rank].records()
+    )
     if until.step > made:
         raise TrainingError(f"--until {until}: rank {until.rank} made {made} steps")

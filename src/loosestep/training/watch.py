@@ -25,7 +25,7 @@ Print = Callable[[Rank, str], None]
 
 
 @dataclass
-class Ending:
+class RunResult:
     """How a run ended. `complete`: the final model was judged; `problem`: what went wrong first,
     in one line.
     """
@@ -37,12 +37,12 @@ class Ending:
 
 def watch(
     folder: RunFolder, *, show: Show, print_line: Print, timeout: float | None = None
-) -> Ending:
+) -> RunResult:
     """Run all ranks to their end. `show` gets every message of a rank, `print_line` whatever
     else it writes.
     """
     config = folder.config()
-    ending = Ending()
+    ending = RunResult()
     errors: dict[int, str] = {}
 
     def take(message: dict[str, Any]) -> None:

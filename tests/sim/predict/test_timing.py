@@ -17,7 +17,7 @@ from loosestep import ADPSGD, DASO, DelayByOne, LocalSGD, Topology
 from loosestep.core.contracts import Scope
 from loosestep.core.gossip.budget import AIM
 from loosestep.sim.cluster import Cluster
-from loosestep.sim.predict.lockstep import Flight
+from loosestep.sim.predict.lockstep import TimedExchange
 from loosestep.sim.predict.machine import Machine
 from loosestep.sim.predict.timing import predict
 from loosestep.strategies import strategy
@@ -169,7 +169,7 @@ def test_gradients_and_an_exchange_share_the_link() -> None:
 
 
 def test_two_flows_on_a_link_delay_each_other_by_the_shorter_one() -> None:
-    flight = Flight(step=0, lands=1.0, wire=0.8, losses=(0.0, 0))
+    flight = TimedExchange(step=0, lands=1.0, wire=0.8, losses=(0.0, 0))
     assert flight.contend(0.5, 0.2) == 0.2  # from 0.5 to 0.9 s both get half
     assert flight.lands == pytest.approx(1.2)
     assert flight.contend(1.1, 5.0) == pytest.approx(0.1)

@@ -26,7 +26,7 @@ from loosestep.core.collectives.gloo import PATIENCE, SLICE, Channel
 from loosestep.core.errors import CommError
 from loosestep.core.messages.heartbeat import Pulse
 from loosestep.core.messages.sealed_store import SealedStore
-from loosestep.core.thread import Stream
+from loosestep.core.thread import CommThread
 
 log = logging.getLogger("loosestep")
 
@@ -162,7 +162,7 @@ class NearChannel(Channel):
 
     def _end(self, how: Callable[[], None], *, timeout: float) -> None:
         """On a thread of its own, so that a device that does not answer holds up nobody."""
-        ending = Stream("ending")
+        ending = CommThread("ending")
         ended = ending.submit(how)
         try:
             ended.wait(timeout)
@@ -182,7 +182,7 @@ class NearChannel(Channel):
             self.sum(here)
             return int(here)
 
-        greeting = Stream("greeting")
+        greeting = CommThread("greeting")
         pending = greeting.submit(greet)
         try:
             while not pending.done():

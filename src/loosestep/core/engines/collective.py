@@ -49,7 +49,7 @@ OWN = ("outer", "codes", "gradients")  # of the strategy's state, what only exch
 
 
 @dataclass
-class Flight:
+class StartedExchange:
     """An exchange in the air."""
 
     step: int
@@ -68,7 +68,7 @@ class CollectiveEngine:
         self._strategy: Strategy[Exchanges] = learner.strategy
         self._replica = learner.replica
         self.trace = learner.trace
-        self._flight: Flight | None = None
+        self._flight: StartedExchange | None = None
         self._held = 0  # consensuses, in which all ranks have taken part
         # snapshots are exchanged where the parameters are
         self._stay = world.reach is not None and world.reach.lanes
@@ -221,7 +221,7 @@ class CollectiveEngine:
             kept.copy_(stored)
         landing: Pending[Landed] = Pending()
         landing.fulfil(Landed(vector=vector, **fields))
-        self._flight = Flight(step, landing)
+        self._flight = StartedExchange(step, landing)
 
     # The strategy's side (`Exchanges`) ------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class CollectiveEngine:
             form=form, lane=lane, vector=vector, outer=outer, wire=wire, coded=coded
         )
         self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
-        self._flight = Flight(self.state["step"], self._comm.all_reduce(offer, here=now))
+        self._flight = StartedExchange(self.state["step"], self._comm.all_reduce(offer, here=now))
 
     def fold(self) -> None:
         """Wait for the exchange in flight and hand it to the strategy."""

@@ -249,7 +249,7 @@ class Blank:
             yield self._bucket.staging.near(self._bucket.padded, self._dtype)
 
 
-class Ending:
+class BackwardEnd:
     """What autograd calls at the end of a backward, and lets go of uncalled when the backward
     raises.
     """
@@ -295,7 +295,7 @@ class GradientAverager:
         self._paused = 0
         self._open: Scope | None = None
         self._raised = False  # the last backward, before its end
-        self._ending: weakref.ref[Ending] | None = None
+        self._ending: weakref.ref[BackwardEnd] | None = None
         self._rounds = 0
         self.backwards = 0  # since the last step; the engine counts from there
         # of the first rounds, to notice ranks that see the same data
@@ -414,7 +414,7 @@ class GradientAverager:
     def _begin(self) -> None:
         self._worked(0.0)
         self._raised = False
-        ending = Ending(self._at_end)
+        ending = BackwardEnd(self._at_end)
         self._ending = weakref.ref(ending, self._let_go)
         # A callback that is queued by a callback comes after those of DDP and fully_shard.
         at_end = torch.autograd.Variable._execution_engine.queue_callback

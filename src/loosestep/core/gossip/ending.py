@@ -25,7 +25,7 @@ from loosestep.core.gossip.fetch import Answers, Fetch
 from loosestep.core.gossip.memory import Memory
 from loosestep.core.messages.frames import Flags, Topic
 from loosestep.core.messages.members import Members
-from loosestep.record.format import Kind as Record
+from loosestep.record.format import RecordKind as Record
 from loosestep.record.format import pack, pack_readings
 
 Array = NDArray[Any]

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from loosestep.core.messages.frames import Kind
 from loosestep.core.messages.slots import EdgeSlots
-from loosestep.record.format import Kind as Record
+from loosestep.record.format import RecordKind as Record
 from loosestep.record.format import pack
 
 Array = NDArray[Any]

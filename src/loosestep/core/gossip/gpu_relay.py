@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from loosestep.core.pending import Pending
 from loosestep.core.replica.staging import Groups, Staging
-from loosestep.core.thread import Stream
+from loosestep.core.thread import CommThread
 
 if TYPE_CHECKING:
     from loosestep.core.gossip.memory import Fold
@@ -49,7 +49,7 @@ class Relay:
         rounds = any(param.element_size() < self._dtype.itemsize for param in params)
         self._remainder = _cut(torch.zeros_like(self._near), params) if rounds else None
         self._half: Pending[None] | None = None
-        self._thread: Stream | None = None
+        self._thread: CommThread | None = None
         self._seconds = 0.0  # of the processor, that the last second half has taken
 
     def memory(self) -> NDArray[Any]:
@@ -76,7 +76,7 @@ class Relay:
         self._add(params, host, spans)
         passed = self._staging.mark()
         step = self._shadow.steps
-        self._thread = self._thread or Stream("fold")
+        self._thread = self._thread or CommThread("fold")
         self._half = self._thread.submit(lambda: self._publish(host, passed, step))
         return landed.fold(step, seconds=self._seconds)
 

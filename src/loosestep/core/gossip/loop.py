@@ -37,7 +37,7 @@ from loosestep.core.messages.slots import Buffer, EdgeSlots, TheirSlots
 from loosestep.core.messages.sockets import Letter, Transport
 from loosestep.core.stopping import Stop
 from loosestep.record.format import DIED, EARLY, FINISHED, pack, pack_readings
-from loosestep.record.format import Kind as Record
+from loosestep.record.format import RecordKind as Record
 
 Array = NDArray[Any]
 

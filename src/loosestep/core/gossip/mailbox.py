@@ -54,7 +54,7 @@ from loosestep.core.messages.slots import EdgeSlots, TheirSlots, make_slots, rea
 from loosestep.core.messages.sockets import Curve, Transport
 from loosestep.core.pending import nothing
 from loosestep.core.stopping import Stop
-from loosestep.record.format import Kind as Record
+from loosestep.record.format import RecordKind as Record
 from loosestep.record.format import pack
 from loosestep.record.recorder import Recorder
 

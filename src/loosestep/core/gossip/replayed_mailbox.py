@@ -22,7 +22,7 @@ from loosestep.core.gossip.mailbox import spread
 from loosestep.core.gossip.memory import Fold
 from loosestep.core.gossip.peer import Pending
 from loosestep.core.gossip.shadow import Shadow
-from loosestep.record.format import DIED, FINISHED, Kind, Record
+from loosestep.record.format import DIED, FINISHED, Record, RecordKind
 from loosestep.record.player import Player
 
 Array = NDArray[Any]
@@ -85,14 +85,16 @@ class ReplayedMailbox:
     ) -> Fold:
         """y += u; x <- y, each chunk between the same events; skipped where it was."""
         ahead = self._player.ahead()
-        crossing = ahead is not None and ahead.kind is Kind.BOUNDARY
+        crossing = ahead is not None and ahead.kind is RecordKind.BOUNDARY
         if mode != "whole" and not crossing:
             return Fold(skipped=True)
         chunks = ahead.rest if ahead is not None and crossing else None
-        self._player.mark(Kind.BOUNDARY, do=lambda: self._shadow.open_boundary(tensors, chunks))
+        self._player.mark(
+            RecordKind.BOUNDARY, do=lambda: self._shadow.open_boundary(tensors, chunks)
+        )
         folds: list[Fold] = []
         self._player.mark(
-            Kind.LANDED, do=lambda: folds.append(self._shadow.close_boundary(tensors))
+            RecordKind.LANDED, do=lambda: folds.append(self._shadow.close_boundary(tensors))
         )
         self._folds += 1
         return folds[0]
@@ -105,15 +107,15 @@ class ReplayedMailbox:
     def consensus(self, timeout: float | None = 60.0) -> Array:
         """The same mean of the same readings."""
         self._mean = np.empty(self._shadow.size, dtype=self._shadow.dtype)
-        self._player.mark(Kind.CONSENSUS)
-        self._player.mark(Kind.AGREED)
+        self._player.mark(RecordKind.CONSENSUS)
+        self._player.mark(RecordKind.AGREED)
         return self._mean
 
     def finish(self, params: Sequence[torch.Tensor], timeout: float | None = None) -> None:
         """The same end."""
         self._result = np.empty(self._shadow.size, dtype=self._shadow.dtype)
         self.cross(params, "whole")
-        self._player.mark(Kind.ASSIGN)
+        self._player.mark(RecordKind.ASSIGN)
         self._shadow.assign(params, self._result)
 
     # ---- what the recording says
@@ -121,30 +123,30 @@ class ReplayedMailbox:
     def _act(self, record: Record) -> None:
         kind = record.kind
         fields = record.fields
-        if kind in (Kind.TAKE, Kind.FOLD, Kind.MIX):
+        if kind in (RecordKind.TAKE, RecordKind.FOLD, RecordKind.MIX):
             self._reach(fields[1], record)
-        elif kind in (Kind.READ, Kind.MEAN, Kind.FINAL):
+        elif kind in (RecordKind.READ, RecordKind.MEAN, RecordKind.FINAL):
             self._reach(fields[0], record)
-        if kind is Kind.TAKE:
+        if kind is RecordKind.TAKE:
             self._take(*fields)
-        elif kind is Kind.FOLD:
+        elif kind is RecordKind.FOLD:
             self._fold(*fields)
-        elif kind is Kind.READ:
+        elif kind is RecordKind.READ:
             chunk, serial = fields
             self._values.put(f"read/{self.rank}/{serial}", self._shadow.read(chunk).value)
-        elif kind is Kind.MEAN:
+        elif kind is RecordKind.MEAN:
             self._average(fields[0], record.rest, self._mean)
-        elif kind is Kind.FINAL:
+        elif kind is RecordKind.FINAL:
             self._average(fields[0], record.rest, self._result)
-        elif kind is Kind.KEEP:
+        elif kind is RecordKind.KEEP:
             self._keep(*fields)
-        elif kind is Kind.HOLD:
+        elif kind is RecordKind.HOLD:
             self._share_result()
-        elif kind is Kind.ROUND:
+        elif kind is RecordKind.ROUND:
             self._open_round(fields[0], record.rest)
-        elif kind is Kind.MIX:
+        elif kind is RecordKind.MIX:
             self._mix(*fields)
-        elif kind is Kind.GONE:
+        elif kind is RecordKind.GONE:
             self._lose(*fields)
 
     def _reach(self, chunk: int, record: Record) -> None:

@@ -41,7 +41,7 @@ from loosestep.core.gossip.memory import (
     Memory,
     make_table,
 )
-from loosestep.record.format import Kind, pack, pack_boundary
+from loosestep.record.format import RecordKind, pack, pack_boundary
 
 Array = NDArray[Any]
 Span = slice
@@ -250,7 +250,7 @@ class Shadow(Memory):
         boundary.views.write_back(params)
         if boundary.whole:
             self.published = self.steps
-        self.note(pack(Kind.LANDED))
+        self.note(pack(RecordKind.LANDED))
         return boundary.landed.fold(self.steps, seconds=time.perf_counter() - boundary.begun)
 
     def assign(self, params: Sequence[torch.Tensor], flat: Array) -> None:

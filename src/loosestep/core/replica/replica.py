@@ -374,7 +374,7 @@ def _same(vector: Vector, kept: Vector) -> bool:
     )
 
 
-class Buffer(NamedTuple):
+class ModelBuffer(NamedTuple):
     """Where a buffer is found. `now`: the tensor there, which `model.cpu()` and the like replace
     by another.
     """
@@ -432,7 +432,7 @@ def _has_mean(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() and bool(local(buffer).isfinite().all())
 
 
-def unit_vectors(model: nn.Module) -> Iterator[Buffer]:
+def unit_vectors(model: nn.Module) -> Iterator[ModelBuffer]:
     """What spectral norms and other parametrisations keep of a weight: no statistics, and their
     mean is not of unit length.
     """
@@ -440,14 +440,14 @@ def unit_vectors(model: nn.Module) -> Iterator[Buffer]:
         if isinstance(module, ParametrizationList):
             for part in module.modules():
                 yield from (
-                    Buffer(part, name) for name, b in part._buffers.items() if b is not None
+                    ModelBuffer(part, name) for name, b in part._buffers.items() if b is not None
                 )
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):
-                yield from (Buffer(module, f"{hook.name}_{which}") for which in "uv")
+                yield from (ModelBuffer(module, f"{hook.name}_{which}") for which in "uv")
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[Buffer]:
+def persistent_buffers(model: nn.Module) -> Iterator[ModelBuffer]:
     """Every buffer that is part of the state dict, once. Non-persistent ones are the module's
     private business.
     """
@@ -460,4 +460,4 @@ def persistent_buffers(model: nn.Module) -> Iterator[Buffer]:
                 and id(buffer) not in seen
             ):
                 seen.add(id(buffer))
-                yield Buffer(module, name)
+                yield ModelBuffer(module, name)

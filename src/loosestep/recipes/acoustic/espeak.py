@@ -33,7 +33,7 @@ class _EventId(ctypes.Union):
     _fields_ = [("number", ctypes.c_int), ("name", ctypes.c_char_p), ("string", ctypes.c_char * 8)]
 
 
-class _Event(ctypes.Structure):
+class _SpeechEvent(ctypes.Structure):
     _fields_ = [
         ("type", ctypes.c_int),
         ("unique_identifier", ctypes.c_uint),
@@ -47,7 +47,7 @@ class _Event(ctypes.Structure):
 
 
 _Callback = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event)
+    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_SpeechEvent)
 )
 
 

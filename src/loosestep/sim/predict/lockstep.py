@@ -86,7 +86,7 @@ class Gradients:
 
 
 @dataclass
-class Flight:
+class TimedExchange:
     """An exchange in the air: when it lands, and how many seconds of its way are on the link."""
 
     step: int
@@ -127,7 +127,7 @@ class CollectiveClocks:
         self._nodes = Nodes(topology)
         self._gradients = Gradients(sizes, self._nodes, costs, strategy.gradients_in)
         self._replica = Replica(nn.Linear(1, 1))  # strategies fold into a model of two numbers
-        self._flight: Flight | None = None
+        self._flight: TimedExchange | None = None
         self._observed = (0.0, 0)
         self.clock: Times = np.zeros(topology.world)
         self.waited: Times = np.zeros(topology.world)
@@ -179,7 +179,7 @@ class CollectiveClocks:
         self.state["exchanges"] += 1
         losses = self._observed
         self._observed = (0.0, 0)
-        self._flight = Flight(
+        self._flight = TimedExchange(
             self.state["step"], self.clock.max() + cost.seconds, cost.wire, losses
         )
 
