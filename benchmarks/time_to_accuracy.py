@@ -20,7 +20,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -161,6 +161,16 @@ def main() -> None:
         measure(name, chosen)
 
 
+@dataclass(frozen=True)
+class Effort:
+    """What a run has cost beside its time: gradients of all ranks until its end, and how often
+    models met.
+    """
+
+    gradients: int
+    exchanges_per_step: float
+
+
 class Trials:
     """The runs of one task, each kept as a line of JSON as soon as it is made."""
 
@@ -171,15 +181,17 @@ class Trials:
         self._longest = 3.0 if options.quick else math.inf
         self._file = None if partial(options) else raw(f"time-to-accuracy-{name}-trials")
         self._known: dict[tuple[str, str, float, int, float], list[float]] = {}
+        self._efforts: dict[tuple[str, str, float, int, float], Effort] = {}
         self.stolen: list[float] = []
         self.earlier = 0
         if self._file is not None and not options.earlier:
             self._file.unlink(missing_ok=True)
         if self._file is not None and self._file.exists():
             for line in map(json.loads, self._file.read_text().splitlines()):
-                self._known[
-                    line["bandwidth"], line["peer"], line["lr"], line["seed"], line["lasts"]
-                ] = line["curve"]
+                key = tuple(line[name] for name in ("bandwidth", "peer", "lr", "seed", "lasts"))
+                self._known[key] = line["curve"]
+                if "gradients" in line:
+                    self._efforts[key] = Effort(line["gradients"], line["exchanges_per_step"])
                 self.stolen.append(line["stolen"])
         self.earlier = len(self._known)
 
@@ -188,7 +200,8 @@ class Trials:
         lasts = min(lasts, self._longest)
         key = (bandwidth, peer.name, lr, seed, lasts)
         if key not in self._known:
-            self._known[key], stolen = self._train(peer, bandwidth, lr, seed, lasts)
+            self._known[key], stolen, effort = self._train(peer, bandwidth, lr, seed, lasts)
+            self._efforts[key] = effort
             self.stolen.append(stolen)
             if self._file is not None:
                 line = {
@@ -199,15 +212,22 @@ class Trials:
                     "lasts": lasts,
                     "stolen": stolen,
                     "curve": self._known[key],
+                    **asdict(effort),
                 }
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 with self._file.open("a") as file:
                     file.write(json.dumps(line) + "\n")
         return self._known[key]
 
+    def effort(
+        self, peer: Peer, bandwidth: str, lr: float, seed: int, lasts: float
+    ) -> Effort | None:
+        """Of the same run; None of one that was made before this was noted."""
+        return self._efforts.get((bandwidth, peer.name, lr, seed, min(lasts, self._longest)))
+
     def _train(
         self, peer: Peer, bandwidth: str, lr: float, seed: int, lasts: float
-    ) -> tuple[list[float], float]:
+    ) -> tuple[list[float], float, Effort]:
         plan = self._plan
         work = {"kind": "task", "name": self._name, "seconds": plan.seconds, "lr": lr}
         block = Block(
@@ -230,7 +250,8 @@ class Trials:
             f"      {peer.name}, {bandwidth}, rate {lr:g}: {said} ({outcome.stolen:.1%} stolen)",
             flush=True,
         )
-        return found, round(outcome.stolen, 4)
+        effort = Effort(outcome.gradients, round(outcome.exchanges_per_step, 4))
+        return found, round(outcome.stolen, 4), effort
 
 
 def climb(value: Callable[[float], float], begin: float) -> float:
@@ -265,6 +286,7 @@ def measure(name: str, options: Any) -> None:
     seeds = options.rounds or (1 if options.quick else SEEDS)
     tasks.build(name, 0)  # decodes into the cache, once instead of on every rank
     curves: Curves = {bandwidth: {} for bandwidth in bandwidths}
+    efforts: dict[str, list[Effort | None]] = {}  # by peer, at the last bandwidth
     rates: dict[str, float] = {}
     with Cluster(
         2, 2, preload="harness.tasks,sklearn.datasets,kaldi_native_fbank", tries=TRIES
@@ -284,6 +306,9 @@ def measure(name: str, options: Any) -> None:
                 for peer in (peer for peer in peers if peer.name in near[rate]):
                     curve = trials.curve(peer, rate, rates[peer.name], seed, plan.lasts)
                     curves[rate].setdefault(peer.name, []).append(curve)
+                    if rate == bandwidths[-1]:
+                        effort = trials.effort(peer, rate, rates[peer.name], seed, plan.lasts)
+                        efforts.setdefault(peer.name, []).append(effort)
             targets = {rate: plan.target(found) for rate, found in curves.items()}
             if seed == 0:
                 near = {
@@ -301,7 +326,7 @@ def measure(name: str, options: Any) -> None:
         f"{target:.1%}" if plan.higher else f"{target:.3f}" for target in targets.values()
     )
     goal = f"a test {'accuracy' if plan.higher else 'loss'} of {goals}"
-    text = f"## Time to accuracy: {TITLES[name]}\n\n{rows_of(plan, targets, rates, curves)}\n\n"
+    text = f"## Time to accuracy: {TITLES[name]}\n\n{rows_of(plan, targets, rates, curves, efforts)}\n\n"
     text += picture(section, plan, targets, peers, curves, options)
     text += (
         f"\nSeconds until the average of the ranks' models has {goal} "
@@ -327,11 +352,28 @@ def measure(name: str, options: Any) -> None:
     finish(section, text, options, where=where, measured=peers, rare=True)
 
 
+def at_gradients(qualities: Sequence[float], made: int, gradients: float) -> float:
+    """The quality after so many of the gradients that were made until the end, at a steady pace."""
+    if not qualities or not made:
+        return math.nan
+    place = min(1.0, gradients / made) * len(qualities)
+    return qualities[max(0, math.ceil(place) - 1)]
+
+
 def rows_of(
-    plan: Plan, targets: Mapping[str, float], rates: dict[str, float], curves: Curves
+    plan: Plan,
+    targets: Mapping[str, float],
+    rates: dict[str, float],
+    curves: Curves,
+    efforts: Mapping[str, Sequence[Effort | None]],
 ) -> str:
-    """A pair of columns for each bandwidth."""
+    """A pair of columns for each bandwidth; at the last one also how often models met, and the
+    quality after as many gradients as the slowest has made.
+    """
     rows = []
+    last = list(targets)[-1]
+    made = [each.gradients for found in efforts.values() for each in found if each is not None]
+    fewest = min((count for count in made if count), default=0)
     for peer, lr in rates.items():
         row = [find(peer).label, f"{lr:g}"]
         for rate, target in targets.items():
@@ -348,8 +390,18 @@ def rows_of(
                 .replace("inf", "never")
             )
             row.append(Spread(ends).text(".3f"))
+        known = [
+            (qualities, effort)
+            for qualities, effort in zip(curves[last][peer], efforts.get(peer, ()), strict=False)
+            if effort is not None
+        ]
+        met = [effort.exchanges_per_step for _, effort in known]
+        equal = [at_gradients(found, effort.gradients, fewest) for found, effort in known]
+        row += [Spread(tuple(met)).text(".3f") if met else "-"]
+        row += [Spread(tuple(equal)).text(".3f") if equal else "-"]
         rows.append(row)
     headers = [text for rate in targets for text in (f"s to target, {rate}", f"at the end, {rate}")]
+    headers += ["exchanges a step", f"after {fewest} gradients"]
     return table(["", "learning rate", *headers], rows)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peers import find
-from time_to_accuracy import STEP, Plan, Trials, climb
+from time_to_accuracy import STEP, Effort, Plan, Trials, at_gradients, climb
 
 PLAN = Plan(lasts=1.0, every=0.25, search=1.0, seconds=0.0)
 
@@ -86,9 +86,9 @@ def test_runs_of_earlier_calls_are_made_again_only_when_asked(
 
     def train(
         self: Any, peer: Any, bandwidth: str, lr: float, seed: int, lasts: float
-    ) -> tuple[list[float], float]:
+    ) -> tuple[list[float], float, Effort]:
         made.append((bandwidth, lr, lasts))
-        return [lr], 0.01
+        return [lr], 0.01, Effort(40, 0.5)
 
     monkeypatch.setattr("harness.script.RAW", tmp_path)
     monkeypatch.setattr(Trials, "_train", train)
@@ -101,6 +101,7 @@ def test_runs_of_earlier_calls_are_made_again_only_when_asked(
         found = [trials.curve(peer, "100mbit", 0.1, 0, lasts) for lasts in (1.0, 2.0, 1.0)]
         # what others took in each run, of those of earlier calls too
         assert trials.stolen == [0.01, 0.01]
+        assert trials.effort(peer, "100mbit", 0.1, 0, 2.0) == Effort(40, 0.5)
         return found
 
     assert curves(earlier=False) == [[0.1]] * 3
@@ -108,3 +109,10 @@ def test_runs_of_earlier_calls_are_made_again_only_when_asked(
     assert made == [("100mbit", 0.1, 1.0), ("100mbit", 0.1, 2.0)]
     curves(earlier=False)
     assert len(made) == 4
+
+
+def test_quality_after_as_many_gradients_as_the_slowest_made() -> None:
+    curve = [0.1, 0.2, 0.3, 0.4]
+    assert at_gradients(curve, made=400, gradients=400) == 0.4
+    assert at_gradients(curve, made=400, gradients=200) == 0.2
+    assert at_gradients(curve, made=400, gradients=1) == 0.1
