@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from loosestep.version import __version__
 
 if TYPE_CHECKING:
+    from loosestep import codecs as codecs
     from loosestep import lab as lab
     from loosestep.attachment import attach
     from loosestep.core.errors import CommError, LostPeer
@@ -69,8 +70,8 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """A name is imported when it is asked for: what needs no torch starts without it."""
-    if name == "lab":
-        return import_module("loosestep.lab")
+    if name in ("codecs", "lab"):
+        return import_module(f"loosestep.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'loosestep' has no attribute {name!r}")
     value = getattr(import_module(f"loosestep.{_HOME[name]}"), name)
