@@ -48,7 +48,9 @@ class Hosts:
 
     def _hold(self, name: str, undo: ExitStack) -> int:
         hosts = self._folder / f"hosts.{name}"
-        known = "".join(f"10.77.0.{number} {known}\n" for number, known in enumerate(self.names, 1))
+        # what a host says of itself may be in its own line
+        others = [known for known in self.names if known != name or not self._own_line]
+        known = "".join(f"10.77.0.{self.names.index(each) + 1} {each}\n" for each in others)
         hosts.write_text(f"127.0.0.1 localhost\n{self._own_line.format(name=name)}\n{known}")
         holder = subprocess.Popen(
             [

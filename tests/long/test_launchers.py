@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -109,8 +110,6 @@ MPIRUN = "mpirun.openmpi --allow-run-as-root --oversubscribe"
 
 def test_open_mpi_on_one_host():
     need("mpirun.openmpi")
-    import subprocess
-
     done = subprocess.run(
         f"{MPIRUN} -np 3 {TRAIN}",
         shell=True,
@@ -139,8 +138,6 @@ def test_open_mpi_inside_a_step_of_slurm_is_one_world(slurm):
 
 def test_mpich_on_one_host():
     need("mpiexec.hydra")
-    import subprocess
-
     done = subprocess.run(
         f"mpiexec.hydra -n 3 {TRAIN}",
         shell=True,
@@ -169,7 +166,13 @@ def test_a_host_whose_name_leads_to_loopback(tmp_path):
                 }
                 command = f"exec {TRAIN} --strategy {strategy}"
                 ranks.append(hosts.start(name, command, env={**ENVIRONMENT, **own}))
-            texts = [rank.communicate(timeout=90)[0] for rank in ranks]
+            texts = []
+            for rank in ranks:
+                try:
+                    texts.append(rank.communicate(timeout=60)[0])
+                except subprocess.TimeoutExpired:
+                    rank.kill()
+                    texts.append(rank.communicate()[0])
             code = max(rank.returncode for rank in ranks)
             require_one_run((code, "\n".join(texts)), ranks=2, nodes=[1, 1])
 
@@ -188,7 +191,7 @@ def test_torchrun_restarts_both_agents(tmp_path):
         "    import torch, loosestep\n"
         "    from little import linear, sgd, one_step\n"
         "    model = linear(); optimizer = sgd(model)\n"
-        "    loosestep.attach(model, optimizer, 'daso', deadline=10)\n"
+        "    loosestep.attach(model, optimizer, 'daso:period=2', deadline=10)\n"
         f"    open({str(flag)!r}, 'w').close(); os._exit(7)\n"
         f"sys.argv = ['starter.py', 'train', '--steps', '20', '--deadline', '10']\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
@@ -202,7 +205,7 @@ def test_torchrun_restarts_both_agents(tmp_path):
             )
             agents.append(hosts.start(name, command, env=ENVIRONMENT))
         texts = [agent.communicate(timeout=150)[0] for agent in agents]
-    assert flag.exists()
+    assert flag.exists(), "\n".join(texts)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(texts)
     models = [each["model"] for each in reports("\n".join(texts)) if "model" in each]
     assert len(models) == 2

@@ -27,7 +27,7 @@ from loosestep.core.store import who_ended
 
 log = logging.getLogger("loosestep")
 
-# seconds between two looks, at first and later
+# seconds between two looks at what is awaited, and at everything else
 QUICK = 0.002
 SLOW = 0.05
 # seconds after which a call of another run, or another key, is no passing stranger's any more
@@ -87,7 +87,6 @@ class FirstContact:
         self._called = called
         self._begun = time.monotonic()
         self._tell = self._begun + TELL
-        self._look = QUICK
         self._doubted = 0.0  # since when the call is not one to trust
 
     def meet(self) -> Contact:
@@ -106,7 +105,11 @@ class FirstContact:
             answers |= {rank: note for rank, note in heard.items() if note is not None}
             if len(answers) < self._party.world - 1:
                 try:
-                    self._pause(partial(missing_from, answers, self._party.world))
+                    missing = missing_from(answers, self._party.world)
+                    self._pause(
+                        partial(missing_from, answers, self._party.world),
+                        [f"{token}/{rank}" for rank in missing],
+                    )
                 except TimeoutError as error:
                     self._write(f"{token}/go", self._seal(f"go {token}", refused=str(error)))
                     raise
@@ -145,7 +148,7 @@ class FirstContact:
                     )
                 if go is not None:
                     return self._contact(token, go["nonces"], go["addresses"])
-            self._pause(partial(self._absent, token))
+            self._pause(partial(self._absent, token), [f"{answered}/go" if answered else "call"])
 
     def _listen(self) -> str:
         """The token of rank 0's call; "" while there is none to trust."""
@@ -180,8 +183,10 @@ class FirstContact:
             r for r in ranks if token and not self._store.check([self._name(f"{token}/{r}")])
         ] or [0]
 
-    def _pause(self, absent: Callable[[], list[int]]) -> None:
-        """A little longer every time; says whom it waits for, and gives up in the end."""
+    def _pause(self, absent: Callable[[], list[int]], awaited: list[str]) -> None:
+        """Until all that is awaited is there, or for a little while, to look after the rest; says
+        whom it waits for, and gives up in the end.
+        """
         ended = who_ended(
             self._store,
             key=os.environ.get("LOOSESTEP_KEY", ""),
@@ -204,8 +209,10 @@ class FirstContact:
         if now > self._tell:
             self._tell = now + TELL_AGAIN
             log.warning("rank %s waits for %s at %s", self._party.rank, ranks, self._party.where)
-        time.sleep(self._look)
-        self._look = min(1.5 * self._look, SLOW)
+        names = [self._name(name) for name in awaited]
+        time.sleep(QUICK)
+        while time.monotonic() - now < SLOW and not self._store.check(names):
+            time.sleep(QUICK)
 
     # ---- notes
 

@@ -348,8 +348,9 @@ def _face_the_others(here: str, contact: Contact) -> None:
 
 
 def _leads_home(host: str) -> bool:
-    """Whether a name leads to loopback, or nowhere."""
+    """Whether a name leads to loopback, among other places, or nowhere: gloo takes what is first."""
     try:
-        return is_loopback(host)
-    except ValueError:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
         return True
+    return any(is_loopback(str(entry[4][0])) for entry in found)
