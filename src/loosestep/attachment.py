@@ -419,8 +419,6 @@ def _check(
         check_gossip(model, mates)
     else:
         _check_groups(optimizers)
-    if strategy.codec is not None:
-        _check_codec(model, strategy)
     lockstep = averages_gradients(inside, strategy, world.topology)
     if lockstep and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
         raise ValueError(
@@ -448,15 +446,6 @@ def _check_optimizers(optimizers: list[Optimizer]) -> None:
             "the optimizer was prepared by Accelerate, which wraps it: use "
             "loosestep.integrations.accelerate.attach, or attach before prepare"
         )
-
-
-def _check_codec(model: nn.Module, strategy: Strategy) -> None:
-    for name, param in model.named_parameters():
-        if param.requires_grad and not param.is_floating_point():
-            raise ValueError(
-                f"codecs carry real numbers, and parameter {name} is {param.dtype}: attach with "
-                f"codec=None instead of {strategy.codec}, or freeze it"
-            )
 
 
 def _check_groups(optimizers: list[Optimizer]) -> None:

@@ -77,7 +77,7 @@ class CollectiveEngine:
         align(learner, comm, world.topology)
         self._codec = None if comm.members == 1 else self._strategy.moves_in
         part = comm.part if self._codec is None else comm.own
-        if self._strategy.codec is not None and comm.members == 1:
+        if self._strategy.codec is not None and comm.members == 1 and comm.rank == 0:
             log.warning(
                 "codec=%s changes nothing here: all ranks are on one node and share its memory",
                 self._strategy.codec,
