@@ -1,6 +1,7 @@
 """The first contact: who is of this run, and who is not."""
 
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -137,3 +138,24 @@ def test_what_a_stranger_overwrites_is_written_again():
     stop.set()
     stranger.join()
     assert results == zero
+
+
+def test_whoever_waits_says_for_whom_and_where(monkeypatch, caplog):
+    monkeypatch.setattr("loosestep.core.messages.contact.TELL", 0.1)
+    meet(HashStore(), party(0, world=3), party(2, world=3), patience=0.5)
+    said = {record.getMessage() for record in caplog.records}
+    assert said == {f"rank {rank} waits for rank(s) 1 at here:1" for rank in (0, 2)}
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_where_it_waits(monkeypatch, caplog):
+    from loosestep.core.messages import gathering
+    from loosestep.topology.launchers import Launch, Rendezvous
+
+    monkeypatch.setattr(gathering, "TELL", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    launch = Launch("slurm", 1, 2, 0, "n", "job 7")
+    with pytest.raises(TimeoutError, match=f"127.0.0.1:{port}.*refused"):
+        gathering._come(launch, Rendezvous(("127.0.0.1",), (port,)), KEY, 0.5)
+    assert f"waits for rank 0 at 127.0.0.1:{port}" in caplog.text
+    assert "refused" in caplog.text
