@@ -53,7 +53,8 @@ def price(name: str, repetitions: int) -> list[str]:
     codes = way.memory(1, UNIT, values.device)
     back = torch.empty_like(values)
     megabytes = UNIT * 4 / 1e6
-    written, read = [], []
+    written = []
+    read = []
     for _ in range(repetitions):
         start = time.perf_counter()
         way.encode(values, codes)

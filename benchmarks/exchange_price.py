@@ -2,8 +2,8 @@
 
 Every rank does all of it in turn, block by block, so that ratios are of neighbours in time; CPU is
 that of all threads of all ranks. `lines` is an exchange written by hand: copy the parameters into a
-vector that stays, copy it, all-reduce the copy, add the mean and subtract the vector. `exchange`
-is `localsgd:period=1,delay=0`. `ddp` and `allreduce` are whole steps of one model: forward, backward,
+vector that stays, copy it, all-reduce the copy, add the mean and subtract the vector. `exchange` is
+`localsgd:period=1,delay=0`. `ddp` and `allreduce` are whole steps of one model: forward, backward,
 optimizer.
 
     python benchmarks/exchange_price.py [--quick] [--cuda] [--topology rank|node|both|4x2]
@@ -134,7 +134,8 @@ def timed(step: Step, count: int) -> tuple[float, float]:
     """Seconds of one of `count` steps, and processor seconds of all ranks."""
     cuda = torch.cuda.is_initialized()
     dist.barrier()
-    cpu, start = time.process_time(), time.perf_counter()
+    cpu = time.process_time()
+    start = time.perf_counter()
     for _ in range(count):
         step()
     if cuda:
@@ -163,8 +164,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.ranks, arguments.megabytes, arguments.blocks = "4", "4,32", 3
-    where, rows = machine(), []
+        arguments.ranks = "4"
+        arguments.megabytes = "4,32"
+        arguments.blocks = 3
+    where = machine()
+    rows = []
     settings = {
         "cuda": arguments.cuda,
         "megabytes": [int(m) for m in arguments.megabytes.split(",")],
@@ -197,7 +201,8 @@ def main() -> None:
 
 def show(said: dict[str, Any]) -> str:
     """One block of one mode."""
-    seconds, cpu = 1e3 * said["seconds"], 1e3 * said["cpu"]
+    seconds = 1e3 * said["seconds"]
+    cpu = 1e3 * said["cpu"]
     return f"{said['mode']:10s} {said['megabytes']:4d} MB {seconds:8.2f} ms {cpu:8.1f} ms CPU"
 
 

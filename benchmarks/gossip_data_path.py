@@ -70,10 +70,13 @@ class Learner:
         peer = 1 - self.rank
         for _ in range(2):
             self.box.exchange(peer).wait(30)
-        before, used, begun = self.box.counters, processor_seconds(), time.monotonic()
+        before = self.box.counters
+        used = processor_seconds()
+        begun = time.monotonic()
         while time.monotonic() - begun < seconds:
             self.box.exchange(peer).wait(30)
-        after, wall = self.box.counters, time.monotonic() - begun
+        after = self.box.counters
+        wall = time.monotonic() - begun
         figures = {name: after[name] - before[name] for name in COUNTED}
         both = (figures["bytes_sent"] + figures["bytes_received"]) / 2
         return {
@@ -88,7 +91,10 @@ class Learner:
         """Steps that wait, with or without exchanges at the pace the budget finds."""
         cores = len(os.sched_getaffinity(0)) / self.world
         budget = Budget(1.0, cores=cores, least=self.box.least_share, idle=Idle())
-        before, durations, last, number = self.box.counters, [], time.monotonic(), 0
+        before = self.box.counters
+        durations = []
+        last = time.monotonic()
+        number = 0
         half = before
         for step in range(count):
             time.sleep(WAIT)
@@ -134,14 +140,17 @@ def all_reduce(rank: int, store: Any, numbers: int, seconds: float) -> dict[str,
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     vector = torch.randn(numbers)
     dist.all_reduce(vector)
-    used, begun, count = time.process_time(), time.monotonic(), 0
+    used = time.process_time()
+    begun = time.monotonic()
+    count = 0
     more = torch.ones(1)
     while more.item():
         dist.all_reduce(vector)
         count += 1
         more = torch.tensor([float(time.monotonic() - begun < seconds)])
         dist.all_reduce(more, op=dist.ReduceOp.MIN)
-    wall, cost = time.monotonic() - begun, time.process_time() - used
+    wall = time.monotonic() - begun
+    cost = time.process_time() - used
     dist.destroy_process_group()
     moved = count * vector.nbytes  # 2 (n - 1) / n of the vector
     return {"sent": moved / wall / 1e9, "received": moved / wall / 1e9, "cpu": cost / (moved / 1e8)}
@@ -151,7 +160,8 @@ def work(rank: int, port: int, settings: dict[str, Any], pipe: Any) -> None:
     """A process: answers orders."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timeout=timedelta(seconds=60))
-    world, numbers = settings["world"], settings["numbers"]
+    world = settings["world"]
+    numbers = settings["numbers"]
     pipe.send("ready")
     for number, order in enumerate(iter(pipe.recv, None)):
         kind = order.pop("kind")

@@ -1,11 +1,12 @@
-"""A small GPT, four learners, one machine: what a step takes, how often models meet, what is learned.
+"""A small GPT, four learners, one machine: what a step takes, how often models meet, what is
+learned.
 
     python benchmarks/gpt_time_to_quality.py [--steps 300] [--seeds 2] [--seconds 225] [--lines FILE]
     python benchmarks/gpt_time_to_quality.py --quick        a tiny one on the CPU
 
 Four processes train a character model of about 20 million parameters on the sources of Python's own
-library, each on a part of its own, and are judged by the loss on text that nobody has seen, after as
-many steps as everybody else. They share a GPU and speak over the loopback. The rows: one learner
+library, each on a part of its own, and are judged by the loss on text that nobody has seen, after
+as many steps as everybody else. They share a GPU and speak over the loopback. The rows: one learner
 alone, torch's DDP over gloo, the strategies, and an oracle: what pairs that average on every step,
 one step late, learn when they are four models in one process and nothing is ever late or missing.
 
@@ -120,13 +121,16 @@ class GPT(nn.Module):
 
 
 class Corpus:
-    """The sources of Python's library, as characters; the last tenth of the files is for judging."""
+    """The sources of Python's library, as characters; the last tenth of the files is for
+    judging.
+    """
 
     def __init__(self, shape: Shape) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         files += sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-s]*/*.py"))
         random.Random(0).shuffle(files)
-        text, size = [], 0
+        text = []
+        size = 0
         for file in files:
             if size >= shape.text or "site-packages" in file.parts:
                 continue
@@ -134,7 +138,8 @@ class Corpus:
             text.append(source)
             size += len(source)
         flat = torch.frombuffer(bytearray(b"".join(text)), dtype=torch.uint8).clamp(max=127)
-        self.train, self.judge = flat[: -size // 10], flat[-size // 10 :]
+        self.train = flat[: -size // 10]
+        self.judge = flat[-size // 10 :]
         self._shape = shape
 
     def batches(self, rank: int, seed: int, device: torch.device) -> Iterator[Any]:
@@ -147,13 +152,15 @@ class Corpus:
 
     def judged(self, device: torch.device) -> list[Any]:
         """The same batches for everybody."""
-        text, draw = self.judge.to(device), torch.Generator().manual_seed(0)
+        text = self.judge.to(device)
+        draw = torch.Generator().manual_seed(0)
         return [self._cut(text, draw, rows=64) for _ in range(self._shape.judged)]
 
     def _cut(
         self, text: torch.Tensor, draw: torch.Generator, rows: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        length, rows = self._shape.context + 1, rows or self._shape.batch
+        length = self._shape.context + 1
+        rows = rows or self._shape.batch
         starts = torch.randint(len(text) - length, (rows, 1), generator=draw)
         cut = text[(starts + torch.arange(length)).to(text.device)].long()
         return cut[:, :-1], cut[:, 1:]
@@ -209,7 +216,8 @@ def oracle(corpus: Corpus, shape: Shape, seed: int, device: torch.device) -> dic
     """x_i <- x_i + u_i + (s_j - s_i) / 2 with the parameters s of the step before, for pairs drawn
     on every step; the mean of the learners at the end."""
     learners = [Learner(corpus, shape, rank, seed, device) for rank in range(LEARNERS)]
-    draw, late = random.Random(seed), [None] * LEARNERS
+    draw = random.Random(seed)
+    late = [None] * LEARNERS
 
     def step() -> None:
         for learner in learners:
@@ -222,7 +230,8 @@ def oracle(corpus: Corpus, shape: Shape, seed: int, device: torch.device) -> dic
             for i, j in zip(order[::2], order[1::2], strict=True):
                 apart = torch._foreach_sub(params[j], params[i])
                 torch._foreach_mul_(apart, 0.5)
-                deltas[i], deltas[j] = apart, torch._foreach_neg(apart)
+                deltas[i] = apart
+                deltas[j] = torch._foreach_neg(apart)
             for rank, delta in enumerate(now):
                 if delta is not None:
                     torch._foreach_add_(params[rank], delta)
@@ -263,7 +272,8 @@ def train(
         with run:
             begun = time.perf_counter()
             told["ms"] = timed(learner.step, shape.steps, device)
-            seconds, stats = time.perf_counter() - begun, run.stats
+            seconds = time.perf_counter() - begun
+            stats = run.stats
         averages_gradients = row == "allreduce"
         told["exchanges"] = 1.0 if averages_gradients else stats["exchanges"] / shape.steps
         told["mbps"] = stats["bytes_sent"] / 1e6 / seconds
@@ -354,7 +364,8 @@ def combine(told: list[dict[str, Any]]) -> dict[str, Any]:
 
 def report(results: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown."""
-    rows, reference = [], results.get("one learner alone", [])
+    rows = []
+    reference = results.get("one learner alone", [])
     for name, rounds in results.items():
         good = [each for each in rounds if "error" not in each]
         if not good:

@@ -1,9 +1,10 @@
-"""The published savings and speed-ups, predicted: DASO's whole schedule, and AD-PSGD up to 128 learners.
+"""The published savings and speed-ups, predicted: DASO's whole schedule, and AD-PSGD up to 128
+learners.
 
     python benchmarks/papers_published.py [--quick]
 
-Timing only (`published_shapes.py` says what is assumed of the machines). DASO's warm-up and cool-down
-are in it, its plateau rule by its two ends: never halved, and halved down to every step.
+Timing only (`published_shapes.py` says what is assumed of the machines). DASO's warm-up and
+cool-down are in it, its plateau rule by its two ends: never halved, and halved down to every step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from papers.page import plot, section
 from published_shapes import GANGS, GPUS, LEARNERS, LSTM, LSTM_STEP, PUBLISHED_GAIN, RESNET, UPLINKS
 
 LINES = Path(__file__).with_name("results") / "papers-published.jsonl"
-EPOCHS, RAMP = 90, 8  # of the authors' ImageNet training: 4 of warm-up and 4 of cool-down
+# of the authors' ImageNet training: 4 of warm-up and 4 of cool-down
+EPOCHS = 90
+RAMP = 8
 UNET = 4 * 31_000_000  # bytes: a segmentation network of U-Net's size
 STEPS = {"ResNet-50": (RESNET, 0.08), "U-Net": (UNET, 0.35)}  # seconds of a step
 GOSSIP = "adpsgd:graph=random-ring"
@@ -146,9 +149,13 @@ def draw(axes: Any, daso: list[dict[str, Any]], gossip: list[dict[str, Any]]) ->
         for slow, style in ((1, "-"), (10, ":")):
             own = [r for r in gossip if (r["machine"], r["slow"]) == (title, slow)]
             axes[2].plot(
-                [r["learners"] for r in own], [r["speed_up"] for r in own], style,
-                color=colour, lw=1.5, label=f"{title}: {own[-1]['exchanges']:.2f} a step" if slow == 1 else None,
-            )  # fmt: skip
+                [r["learners"] for r in own],
+                [r["speed_up"] for r in own],
+                style,
+                color=colour,
+                lw=1.5,
+                label=f"{title}: {own[-1]['exchanges']:.2f} a step" if slow == 1 else None,
+            )
     axes[2].plot(LEARNERS, LEARNERS, color="black", lw=0.6)
     axes[2].set(
         xscale="log",

@@ -2,9 +2,10 @@
 
     python benchmarks/papers_schedule.py [--quick] [--page]
 
-ResNet-20 with BatchNorm on scikit-learn's digits, and a small U-Net with BatchNorm on generated scenes (mean intersection
-over union). Two nodes of two ranks in the lab, a slow cable between them; the same epochs, batches and learning rates for
-all. Warm-up, cycling with the plateau rule, cool-down.
+ResNet-20 with BatchNorm on scikit-learn's digits, and a small U-Net with BatchNorm on generated
+scenes (mean intersection over union). Two nodes of two ranks in the lab, a slow cable between them;
+the same epochs, batches and learning rates for all. Warm-up, cycling with the plateau rule,
+cool-down.
 """
 
 from __future__ import annotations
@@ -39,16 +40,20 @@ from papers.page import plot, section
 
 LINES = Path(__file__).with_name("results") / "papers-schedule.jsonl"
 BANDWIDTH = "100mbit"
-DDP, OURS, PAPER = "torch DDP", "DASO", "DASO.paper"
+DDP = "torch DDP"
+OURS = "DASO"
+PAPER = "DASO.paper"
 TASKS: dict[str, tuple[dict[str, Any], float]] = {
     "ResNet-20": ({"preset": "digits", "norm": "batch", "batch": 32}, 0.2),
     "U-Net": ({"preset": "scenes", "size": 24, "batch": 16}, 0.2),
 }
-EPOCHS, RAMP = 18, 2  # epochs; of warm-up, and of cool-down
+# epochs; of warm-up, and of cool-down
+EPOCHS = 18
+RAMP = 2
 Result = dict[str, Any]
 
 
-# One rank --------------------------------------------------------------------------------------------------------------
+# One rank -----------------------------------------------------------------------------------------
 
 
 def work() -> None:
@@ -107,10 +112,14 @@ def train(task: VisionTask, strategy: str, lr: float, epochs: int) -> Result:
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     return {
-        "seconds": seconds, "quality": judged[task.quality.name], "epoch": epoch, "ramp": ramp, "total": total,
+        "seconds": seconds,
+        "quality": judged[task.quality.name],
+        "epoch": epoch,
+        "ramp": ramp,
+        "total": total,
         "losses": [round(float(part.mean()) / world, 4) for part in mean.split(max(1, epoch // 2))],
         "periods": periods,
-    }  # fmt: skip
+    }
 
 
 def rate(step: int, total: int, ramp: int) -> float:
@@ -120,7 +129,7 @@ def rate(step: int, total: int, ramp: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(1, total - ramp)))
 
 
-# The page --------------------------------------------------------------------------------------------------------------
+# The page -----------------------------------------------------------------------------------------
 
 
 def draw(axes: Any, said: Sequence[Result], name: str) -> None:
@@ -179,7 +188,8 @@ def rows(said: Sequence[Result], name: str) -> list[list[str]]:
                 Spread(tuple(r["seconds"] for r in runs)).text(".1f"),
                 ""
                 if strategy == DDP
-                else f"{1 - share.median:.0%} ({1 - max(share.known):.0%}-{1 - min(share.known):.0%})",
+                else f"{1 - share.median:.0%} "
+                f"({1 - max(share.known):.0%}-{1 - min(share.known):.0%})",
             ]
         )
     return found
@@ -197,9 +207,14 @@ def main() -> None:
             "epochs": 4 if chosen.quick else EPOCHS,
         }
         said = run_ranks(
-            __file__, settings, bandwidth=BANDWIDTH,
-            show=lambda s: f"{s['task']:10} seed {s['seed']} {s['strategy']:12} {s['quality']:.1%} {s['seconds']:.1f} s",
-        )  # fmt: skip
+            __file__,
+            settings,
+            bandwidth=BANDWIDTH,
+            show=lambda s: (
+                f"{s['task']:10} seed {s['seed']} {s['strategy']:12} {s['quality']:.1%} "
+                f"{s['seconds']:.1f} s"
+            ),
+        )
         if chosen.quick:
             return
         LINES.write_text("".join(json.dumps({**line, "machine": where}) + "\n" for line in said))

@@ -2,10 +2,11 @@
 
     python benchmarks/papers_stragglers.py [--quick] [--page] [--task an4] [--data AN4]
 
-Virtual learners: gradients are computed and exchanged by the library for real, seconds are those of a virtual cluster
-(100 ms a step, 10 % jitter, 10 Gbit/s). All strategies spend the same number of gradients of all learners together. In the
-end every learner's own model is kept, so that the average can be taken with and without the slow one. Two tasks: a network
-of one hidden layer on scikit-learn's digits at a constant rate, so that learners still disagree in the end, three seeds;
+Virtual learners: gradients are computed and exchanged by the library for real, seconds are those of
+a virtual cluster (100 ms a step, 10 % jitter, 10 Gbit/s). All strategies spend the same number of
+gradients of all learners together. In the end every learner's own model is kept, so that the
+average can be taken with and without the slow one. Two tasks: a network of one hidden layer on
+scikit-learn's digits at a constant rate, so that learners still disagree in the end, three seeds;
 and AN4 with an LSTM, whose rate comes down to nothing, one seed.
 """
 

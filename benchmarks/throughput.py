@@ -190,7 +190,8 @@ def _range(rates: list[float]) -> str:
     known = [rate for rate in rates if not math.isnan(rate)]
     if not known:
         return "-"
-    least, most = f"{min(known):.2g}", f"{max(known):.2g}"
+    least = f"{min(known):.2g}"
+    most = f"{max(known):.2g}"
     return least if least == most else f"{least}-{most}"
 
 

@@ -97,7 +97,8 @@ def test_runs_of_earlier_calls_are_made_again_only_when_asked(
         options = argparse.Namespace(
             earlier=earlier, quick=False, dry=False, peers=[], bandwidth=None
         )
-        trials, peer = Trials("digits", PLAN, None, options), find("torch DDP")  # type: ignore[arg-type]
+        trials = Trials("digits", PLAN, None, options)  # type: ignore[arg-type]
+        peer = find("torch DDP")
         found = [trials.curve(peer, "100mbit", 0.1, 0, lasts) for lasts in (1.0, 2.0, 1.0)]
         # what others took in each run, of those of earlier calls too
         assert trials.stolen == [0.01, 0.01]

@@ -29,11 +29,9 @@ from loosestep.record.player import RecordingEnds
 class Net(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.first, self.norm, self.out = (
-            nn.Linear(6, width),
-            nn.BatchNorm1d(width),
-            nn.Linear(width, 2),
-        )
+        self.first = nn.Linear(6, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.out = nn.Linear(width, 2)
 
     def forward(self, x):
         return self.out(torch.dropout(torch.relu(self.norm(self.first(x))), 0.1, self.training))

@@ -1,4 +1,6 @@
-"""A model cut into pipeline stages over the ranks of a node, connected to other nodes stage by stage."""
+"""A model cut into pipeline stages over the ranks of a node, connected to other nodes stage by
+stage.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import nn
 
 import loosestep
 
-STEPS, MICROBATCHES = 12, 4
+STEPS = 12
+MICROBATCHES = 4
 
 
 def layers(norm: bool = False) -> nn.Sequential:

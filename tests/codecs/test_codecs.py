@@ -44,7 +44,8 @@ def test_a_row_takes_the_bytes_that_its_length_says_and_comes_back_within_its_er
     assert codes.shape == (rows, way.size(count))
     assert codes.dtype == torch.uint8
     assert back.dtype == dtype
-    # Worst cases: half an ulp of 8 bits; half a step of 1/127 of the maximum for each value of a block.
+    # Worst cases: half an ulp of 8 bits; half a step of 1/127 of the maximum for each value of a
+    # block.
     error = (back - values).double().norm(dim=1) / values.double().norm(dim=1)
     bound = {
         "bf16": 2.0**-8,
@@ -100,7 +101,8 @@ def test_a_coded_vector_that_is_sent_again_and_again_with_what_is_left_over_arri
     way: Codec,
 ) -> None:
     target = torch.randn(1, 3000, dtype=torch.float64).pow(3)
-    got, rest = torch.zeros_like(target), []
+    got = torch.zeros_like(target)
+    rest = []
     for step in range(12):
         got += there_and_back(way, target - got, seed=step)
         rest.append(float((target - got).norm() / target.norm()))
@@ -109,7 +111,8 @@ def test_a_coded_vector_that_is_sent_again_and_again_with_what_is_left_over_arri
 
 
 def test_qsgd_has_no_bias() -> None:
-    values, trials = torch.randn(1, 1024, dtype=torch.float64), 1500
+    values = torch.randn(1, 1024, dtype=torch.float64)
+    trials = 1500
     way = QSGD(levels=25)
     mean = torch.cat([there_and_back(way, values, seed=seed) for seed in range(trials)]).mean(dim=0)
     step = values.view(2, 512).norm(dim=1).repeat_interleave(512) / 25

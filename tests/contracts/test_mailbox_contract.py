@@ -94,7 +94,8 @@ def real(
     scenario: Scenario, world: int, gradients: dict[int, int] | None, folder: Path | None = None
 ) -> list[Any]:
     def opens(rank: int, store: HashStore) -> Peer:
-        params, events = [start(rank)], []
+        params = [start(rank)]
+        events = []
         header = {"rank": rank, "nodes": [[r] for r in range(world)], "strategy": "", "layout": []}
         tape = NoTape() if folder is None else Recorder(folder, rank, make_header(**header))
         box = Mailbox(
@@ -123,7 +124,8 @@ def real(
 
 def virtual(scenario: Scenario, world: int, gradients: dict[int, int] | None) -> list[Any]:
     def live(rank: int) -> Any:
-        params, events = [start(rank)], []
+        params = [start(rank)]
+        events = []
         around: Any = open_world(None, deadline=20)
         box = around.mailbox(
             range(world),
@@ -149,7 +151,8 @@ class Threads:
     """What a replay needs of its world."""
 
     def __init__(self, rank: int, store: HashStore) -> None:
-        self.rank, self._store = rank, store
+        self.rank = rank
+        self._store = store
 
     def values(self) -> StoreValues:
         return StoreValues(lambda: self._store, self.rank)
@@ -181,7 +184,8 @@ def replayed(scenario: Scenario, world: int, gradients: dict[int, int] | None) -
             return result
 
         real(noting, world, gradients, folder)
-        recorded, ends = dict(ends), []
+        recorded = dict(ends)
+        ends = []
         results = on_threads(opens, noting, world)
         for rank, end in ends:
             np.testing.assert_array_equal(end, recorded[rank])
@@ -287,7 +291,8 @@ def test_a_peer_that_has_finished_still_answers(run: Any) -> None:
 
 def look(peer: Peer) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
     """Rank 0 alone asks for the consensus."""
-    before, mean = peer.x, None
+    before = peer.x
+    mean = None
     if peer.rank == 0:
         mean = peer.box.consensus(20)
     after = peer.x
@@ -305,7 +310,8 @@ def test_a_consensus_is_the_mean_and_touches_nothing(run: Any) -> None:
 
 
 def in_lockstep(peer: Peer) -> list[np.ndarray]:
-    seen, ring = [], GossipGraph("ring", range(peer.world), seed=0)
+    seen = []
+    ring = GossipGraph("ring", range(peer.world), seed=0)
     for number in range(4):
         peer.step("whole", learned=peer.rank)
         peer.box.lockstep_round(number, ring.round(peer.rank, number, set(range(peer.world))))
@@ -317,7 +323,8 @@ def in_lockstep(peer: Peer) -> list[np.ndarray]:
 
 
 def test_a_round_in_lockstep_is_exactly_the_mixing_matrix(run: Any) -> None:
-    x, ring = starts(4), GossipGraph("ring", range(4), seed=0)
+    x = starts(4)
+    ring = GossipGraph("ring", range(4), seed=0)
     seen = run(in_lockstep, 4)
     for number in range(4):
         x = np.asarray(ring.matrix(number)) @ (x + np.arange(4)[:, None])

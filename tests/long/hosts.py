@@ -1,4 +1,5 @@
-"""Hosts for launchers: each a network, UTS, mount and PID namespace of its own, on one bridge. Linux, as root.
+"""Hosts for launchers: each a network, UTS, mount and PID namespace of its own, on one bridge.
+Linux, as root.
 
     with Hosts(["n1", "n2"], folder) as hosts:
         print(hosts.run("n1", "srun -N2 python train.py", timeout=60))
@@ -14,7 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-HOLD = "hostname {name}; mount --bind {hosts} /etc/hosts; mount -t proc proc /proc; ip link set lo up; echo up; exec sleep infinity"
+HOLD = (
+    "hostname {name}; mount --bind {hosts} /etc/hosts; mount -t proc proc /proc; ip link set lo "
+    "up; echo up; exec sleep infinity"
+)
 
 
 class Hosts:
@@ -22,7 +26,9 @@ class Hosts:
 
     def __init__(self, names: list[str], folder: Path, *, own_line: str = "") -> None:
         """`own_line`: what the /etc/hosts of each says first; `{name}` in it is the host's name."""
-        self.names, self._folder, self._own_line = names, folder, own_line
+        self.names = names
+        self._folder = folder
+        self._own_line = own_line
         self._first: dict[
             str, int
         ] = {}  # the process that keeps a host, as this machine numbers it

@@ -1,4 +1,6 @@
-"""Rows of bytes that hold a scale (float32) for every block of values, then a whole number (int8) for every value."""
+"""Rows of bytes that hold a scale (float32) for every block of values, then a whole number
+(int8) for every value.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ from typing import NamedTuple
 
 import torch
 
-TINY = 1e-36  # a block whose largest value is below is all zeros: 127 of its steps would not be normal numbers
+# a block whose largest value is below is all zeros: 127 of its steps would not be normal numbers
+TINY = 1e-36
 CACHED = 1 << 18  # values that are worked on at a time
 
 
 class Part(NamedTuple):
-    """Blocks of equal length: their values, scales and levels, each (rows, blocks, values of a block)."""
+    """Blocks of equal length: their values, scales and levels, each (rows, blocks, values of a
+    block).
+    """
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -25,15 +30,19 @@ def blocked_size(count: int, block: int) -> int:
 
 
 def parts(codes: torch.Tensor, values: torch.Tensor, block: int) -> Iterator[Part]:
-    """The full blocks of all rows, on a CPU as many at a time as stay in its cache, and the last, shorter ones."""
+    """The full blocks of all rows, on a CPU as many at a time as stay in its cache, and the
+    last, shorter ones.
+    """
     rows, count = values.shape
-    blocks, full = -(-count // block), count // block
+    blocks = -(-count // block)
+    full = count // block
     scales = codes[:, : 4 * blocks].view(torch.float32).unsqueeze(2)
     levels = codes[:, 4 * blocks : 4 * blocks + count].view(torch.int8)
     at_a_time = max(CACHED // (rows * block), 1) if values.device.type == "cpu" else max(full, 1)
     for first in range(0, full, at_a_time):
         some = slice(first, min(first + at_a_time, full))
-        at, shape = slice(some.start * block, some.stop * block), (-1, block)
+        at = slice(some.start * block, some.stop * block)
+        shape = (-1, block)
         yield Part(
             values[:, at].unflatten(1, shape), scales[:, some], levels[:, at].unflatten(1, shape)
         )

@@ -293,7 +293,8 @@ class VirtualChannel(Channel):
         """As on real processes, with one meeting for the all-to-all and the all-gather."""
         if self.size == 1:
             return super().mean(values, weights, divisor)
-        size, chunk = values.numel() * values.element_size(), values.view(self.size, -1)[0]
+        size = values.numel() * values.element_size()
+        chunk = values.view(self.size, -1)[0]
         self._count(chunk, self.size - 1, between=self._strangers)
         self._count(chunk, self.size - 1, between=self._right_is_stranger * (self.size - 1))
         steps: list[tuple[Pattern, float]] = [("swap", size), ("ring", size / self.size)]

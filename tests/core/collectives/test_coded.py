@@ -1,4 +1,6 @@
-"""Means in codes: nothing moves the mean, everybody agrees, and the formulas are the written ones."""
+"""Means in codes: nothing moves the mean, everybody agrees, and the formulas are the written
+ones.
+"""
 
 import threading
 from collections.abc import Callable
@@ -114,12 +116,17 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_thousand_late_exchanges_conserve_the_sum_with_what_owners_owe(
     codec: Codec, weights: list[int] | None
 ) -> None:
-    size, count, rounds = 4, 1000, 1000
-    table, tail = Table(size), [1, 1, 1, 1] if weights is None else weights
+    size = 4
+    count = 1000
+    rounds = 1000
+    table = Table(size)
+    tail = [1, 1, 1, 1] if weights is None else weights
     origin = walk(9, 9, count)
 
     def learner(rank: int) -> tuple[torch.Tensor, torch.Tensor, Coded, list[float]]:
-        x, learned, distances = origin.clone(), torch.zeros(count, dtype=torch.float64), []
+        x = origin.clone()
+        learned = torch.zeros(count, dtype=torch.float64)
+        distances = []
         coded = start(codec, x, size)
         sums = Sums(
             coded,
@@ -160,7 +167,8 @@ def test_a_thousand_late_exchanges_conserve_the_sum_with_what_owners_owe(
 
 @pytest.mark.parametrize("through", [False, True], ids=["members", "through nodes"])
 def test_codes_that_lose_nothing_give_the_plain_mean(through: bool) -> None:
-    size, count = 4, 504
+    size = 4
+    count = 504
 
     def learner(rank: int) -> torch.Tensor:
         flat = values[rank].clone()
@@ -192,8 +200,11 @@ def test_codes_that_lose_nothing_give_the_plain_mean(through: bool) -> None:
             average_row(flat, sums, outer=None)
         return flat
 
-    origin, values = walk(7, 7, count), [walk(rank, 0, count) for rank in range(size)]
-    world, lanes, nodes = Table(size), [Table(2), Table(2)], [Table(2), Table(2)]
+    origin = walk(7, 7, count)
+    values = [walk(rank, 0, count) for rank in range(size)]
+    world = Table(size)
+    lanes = [Table(2), Table(2)]
+    nodes = [Table(2), Table(2)]
     mean = ordered_sum(values) / size
     for value, delta in zip(values, together(size, learner), strict=True):
         assert torch.allclose(value + delta, mean, rtol=0, atol=1e-12)
@@ -203,7 +214,9 @@ def test_codes_that_lose_nothing_give_the_plain_mean(through: bool) -> None:
 def test_through_nodes_what_codes_lose_stays_with_their_replicas_in_equal_shares(
     codec: Codec,
 ) -> None:
-    size, count, rounds = 5, 960, 300
+    size = 5
+    count = 960
+    rounds = 300
     homes = [[0, 1], [2, 3, 4]]  # uneven: rank 4 has no lane
     tables = [Table(2), Table(3)], [Table(2), Table(2)]
     origin = walk(9, 9, count)
@@ -211,7 +224,8 @@ def test_through_nodes_what_codes_lose_stays_with_their_replicas_in_equal_shares
     def learner(rank: int) -> tuple[torch.Tensor, torch.Tensor, Coded]:
         home = int(rank >= 2)
         lane = rank - homes[home][0]
-        x, learned = origin.clone(), torch.zeros(count, dtype=torch.float64)
+        x = origin.clone()
+        learned = torch.zeros(count, dtype=torch.float64)
         coded = start(codec, origin.view(2, -1)[min(lane, 1)], 2)
         node = TableChannel(homes[home], rank, tables[0][home])
         sums = None
@@ -242,10 +256,8 @@ def test_through_nodes_what_codes_lose_stays_with_their_replicas_in_equal_shares
             chunk = min(128, count // 2 - first) // 2
             place = first + (rank >= 2) * chunk
             owed[lane, place : place + chunk] = ends[rank][2].kept["owed"][0][first // 2 :][:chunk]
-    kept, given = (
-        sum(x for x, *_ in ends) + size * owed.view(-1),
-        sum(origin + learned for _, learned, _ in ends),
-    )
+    kept = sum(x for x, *_ in ends) + size * owed.view(-1)
+    given = sum(origin + learned for _, learned, _ in ends)
     assert torch.allclose(kept, given, rtol=0, atol=1e-12 * rounds)
     assert torch.equal(ends[0][2].reference[0], ends[2][2].reference[0])
     assert torch.equal(ends[1][2].reference[0], ends[3][2].reference[0])
@@ -255,7 +267,8 @@ def test_through_nodes_what_codes_lose_stays_with_their_replicas_in_equal_shares
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_in_silence_what_is_left_over_arrives(codec: Codec) -> None:
-    size, count = 4, 512
+    size = 4
+    count = 512
     table = Table(size)
 
     def learner(rank: int) -> tuple[torch.Tensor, Coded]:
@@ -288,13 +301,19 @@ def test_in_silence_what_is_left_over_arrives(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("late", [False, True])
 def test_an_outer_step_follows_the_written_formula(codec: Codec, late: bool) -> None:
-    """q = C(theta - s); g = mean q, coded again with what is owed; theta' = theta - lr g; x <- x + theta' - (theta - q)."""
-    size, count, rate = 2, 256, 0.7
-    table, origin = Table(size), walk(5, 5, count)
+    """q = C(theta - s); g = mean q, coded again with what is owed; theta' = theta - lr g; x <- x
+    + theta' - (theta - q).
+    """
+    size = 2
+    count = 256
+    rate = 0.7
+    table = Table(size)
+    origin = walk(5, 5, count)
     steps = 20
 
     def learner(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, coded = origin.clone(), start(codec, origin, size)
+        x = origin.clone()
+        coded = start(codec, origin, size)
 
         def outer(span: slice, mean: torch.Tensor) -> torch.Tensor:
             theta = coded.reference[0][span]
@@ -321,7 +340,9 @@ def test_an_outer_step_follows_the_written_formula(codec: Codec, late: bool) -> 
             codec.encode(rows, codec.memory(1, len(values), values.device), seed=seed), rows.clone()
         )[0]
 
-    xs, theta, owed = [origin.clone(), origin.clone()], origin.clone(), torch.zeros_like(origin)
+    xs = [origin.clone(), origin.clone()]
+    theta = origin.clone()
+    owed = torch.zeros_like(origin)
     for step in range(steps):
         snapshots = [x + walk(rank, 2 * step, count) for rank, x in enumerate(xs)]
         sent = [
@@ -359,7 +380,8 @@ def code_rows(codec: Codec, rows: torch.Tensor, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_halves_agree_in_float32(dtype: torch.dtype) -> None:
-    size, table = 2, Table(2)
+    size = 2
+    table = Table(2)
 
     def learner(rank: int) -> Coded:
         x = walk(rank, 0, 64).to(dtype)

@@ -85,7 +85,8 @@ def look_alone(rank: int) -> tuple[list[int], int, list[float]]:
 
 
 def test_one_rank_of_a_node_looks_at_the_mean_without_waiting_for_the_end_of_its_mates() -> None:
-    topology, cluster = Topology([[0, 1], [2, 3]]), Cluster(compute="100ms")
+    topology = Topology([[0, 1], [2, 3]])
+    cluster = Cluster(compute="100ms")
     results = simulate(look_alone, ranks=4, topology=topology, cluster=cluster).results
     heard, steps, end = results[0]
     assert [round(count / 4) for count in heard] == [3, 6, 9]  # everybody's steps, not the end's

@@ -12,7 +12,9 @@ from loosestep.core.gossip.budget import Budget, Idle
 
 
 class Machine:
-    """A clock on which a step costs its computation, and a model exchanged what it takes from it."""
+    """A clock on which a step costs its computation, and a model exchanged what it takes from
+    it.
+    """
 
     def __init__(self, budget, *, step=0.1, theft=0.0, cpu=0.0, noise=0.0, seed=0):
         self.budget = budget
@@ -26,7 +28,8 @@ class Machine:
 
     def run(self, steps, others=lambda: ()):
         """Make steps; what was begun per step, and how much slower the mean step was."""
-        begun, spent = [], 0.0
+        begun = []
+        spent = 0.0
         for _ in range(steps):
             share = self.budget.due(self.now, self.used, others=others())
             took = self.step * (1 + self.noise * self.draw.gauss(0, 1)) + share * self.theft
@@ -61,7 +64,8 @@ def test_when_no_core_is_idle_every_second_of_communication_counts_as_stolen():
     """The steps of this rank do not show it: they are taken from another rank of the host."""
     machine = Machine(Budget(1.0, cores=0.5, idle=lambda: 0.0), cpu=0.05)
     machine.run(1500)
-    before, begun = machine.used, machine.now
+    before = machine.used
+    begun = machine.now
     machine.run(2000)
     assert (machine.used - before) / (machine.now - begun) <= 0.03 * 0.5 * 1.1
     assert machine.budget.rate > 0.01
@@ -136,7 +140,8 @@ def test_without_a_limit_the_rate_is_what_was_asked_for_and_nothing_is_quiet():
 
 
 def test_exchanges_that_have_become_too_rare_are_known():
-    rare, often = Machine(Budget(1.0), theft=3.0), Machine(Budget(1.0))
+    rare = Machine(Budget(1.0), theft=3.0)
+    often = Machine(Budget(1.0))
     for machine in (rare, often):
         machine.run(3000)
     assert rare.budget.too_rare

@@ -84,8 +84,10 @@ def test_a_full_queue_loses_nothing_and_nothing_is_asked_for_again(
 
 def test_a_share_of_the_model_travels_in_turn_and_counts_as_its_share() -> None:
     with cluster(2, size=4 * CHUNK_BYTES // 8) as c:
-        a, b = c.flat(0), c.flat(1)
-        quarter, mean = len(a) // 4, (a + b) / 2
+        a = c.flat(0)
+        b = c.flat(1)
+        quarter = len(a) // 4
+        mean = (a + b) / 2
         for turn in range(4):
             assert c.boxes[0].exchange(1, 0.5, share=0.25).wait(10)
             done = (turn + 1) * quarter
@@ -135,9 +137,8 @@ def test_only_the_chunks_that_an_exchange_will_carry_are_published() -> None:
         c.params[0][0] += 8
         c.boxes[0].step()
         assert not c.boxes[0].cross(c.params[0], "publish", peer=1, share=0.25).skipped
-        assert (
-            c.boxes[0].cross(c.params[0], "publish", peer=1, share=0.25).skipped
-        )  # they are there
+        # they are there
+        assert c.boxes[0].cross(c.params[0], "publish", peer=1, share=0.25).skipped
         np.testing.assert_array_equal(c.flat(0)[:quarter], before[:quarter] + 8)
         np.testing.assert_array_equal(c.flat(0)[quarter:], before[quarter:])
         c.boxes[0].exchange(1, share=0.25).wait(10)

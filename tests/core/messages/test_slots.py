@@ -50,7 +50,8 @@ def test_nobody_but_its_owner_can_write_to_it_or_cut_it():
 
 
 def test_memory_that_is_not_what_the_card_says_is_not_read(tmp_path):
-    own, other = OwnSlots(2, 1000), OwnSlots(2, 1000)
+    own = OwnSlots(2, 1000)
+    other = OwnSlots(2, 1000)
     card = own.card()
     assert reach(card) is not None
     assert reach({**card, "file": other.card()["file"]}) is None  # another proof

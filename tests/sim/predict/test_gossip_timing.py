@@ -11,7 +11,9 @@ def settle(cost: float, *, cores: float = 1.0) -> tuple[float, float]:
     """Exchanges a step, and their share of a core, where as many are answered as begun; 50 steps a
     second.
     """
-    paces, used, begun = Paces(1, rate=1.0, slowdown=0.1, cores=cores), 0.0, []
+    paces = Paces(1, rate=1.0, slowdown=0.1, cores=cores)
+    used = 0.0
+    begun = []
     for step in range(3000):
         (due,) = paces.due(np.array([0]), np.array([step / 50]), np.array([used]))
         begun.append(int(due))

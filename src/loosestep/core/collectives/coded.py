@@ -1,13 +1,16 @@
-"""Means in codes: what replicas have changed since they last agreed travels in fewer bytes, and no mean moves.
+"""Means in codes: what replicas have changed since they last agreed travels in fewer bytes, and no
+mean moves.
 
-Replicas agree, bit for bit, on a reference r. A member of a lane sends `q = C(s - r)`; the owner of a chunk sums what came,
-decoded, in rank order, and sends the mean back in codes as well; what that rounds away it owes, and adds to its next mean.
+Replicas agree, bit for bit, on a reference r. A member of a lane sends `q = C(s - r)`; the owner of
+a chunk sums what came, decoded, in rank order, and sends the mean back in codes as well; what that
+rounds away it owes, and adds to its next mean.
 
     m = mean_j q_j,   x <- x + (m - q),   r <- r + m
 
-A member subtracts its own value as it was sent, so that the others add what it gives: `sum x + n * owed` is what it was,
-whatever the codec does. What the code lost stays in x - r and is offered again. With an outer optimizer r is its theta,
-and `x <- x + theta' - (theta + q)`. Gradients have no x for it to stay in: it is kept as feedback and added to the next.
+A member subtracts its own value as it was sent, so that the others add what it gives: `sum x + n *
+owed` is what it was, whatever the codec does. What the code lost stays in x - r and is offered
+again. With an outer optimizer r is its theta, and `x <- x + theta' - (theta + q)`. Gradients have
+no x for it to stay in: it is kept as feedback and added to the next.
 """
 
 from __future__ import annotations
@@ -71,10 +74,14 @@ class Sums:
         self._left = torch.empty(0)
 
     def meet(self, values: torch.Tensor, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values of this member as they were sent, and the mean `sum_j weights[j] sent_j / total` in codes, the same bits
-        on every member. Scratch memory: use it before the next unit."""
-        lane, codec, take = self._lane, self._codec, self.scratch.take
-        members, count = lane.size, values.numel() // lane.size
+        """Values of this member as they were sent, and the mean `sum_j weights[j] sent_j / total`
+        in codes, the same bits on every member. Scratch memory: use it before the next unit.
+        """
+        lane = self._lane
+        codec = self._codec
+        take = self.scratch.take
+        members = lane.size
+        count = values.numel() // lane.size
         sent = take("sent", values.numel(), values)
         mean = take("mean", values.numel(), values)
         if members == 1:
@@ -160,7 +167,9 @@ def widened(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def average_row(flat: torch.Tensor, sums: Sums, *, outer: Advance | None) -> float:
-    """Overwrite a member's row with what is missing to the goal of all; how far it was from the mean, squared."""
+    """Overwrite a member's row with what is missing to the goal of all; how far it was from the
+    mean, squared.
+    """
     spread = 0.0
     length = max(UNIT // sums.grain, 1) * sums.grain
     wide = torch.promote_types(flat.dtype, torch.float32)
@@ -184,10 +193,13 @@ def average_through_nodes(
     outer: Advance | None,
     scratch: Scratch,
 ) -> float:
-    """The same where single ranks are the replicas, between whose `members` nodes the lanes go: a node sends what the sum
-    of its replicas has moved, and what its codes lose stays with them in equal shares. `sums`: None beyond the last lane."""
+    """The same where single ranks are the replicas, between whose `members` nodes the lanes go: a
+    node sends what the sum of its replicas has moved, and what its codes lose stays with them in
+    equal shares. `sums`: None beyond the last lane.
+    """
     spread = 0.0
-    rows, mine = flat.view(lanes, -1), node.row(lanes)
+    rows = flat.view(lanes, -1)
+    mine = node.row(lanes)
     wide = flat.new_empty(0, dtype=torch.promote_types(flat.dtype, torch.float32))
     width = max(UNIT // lanes // members, 1) * members
     for begin, columns in zip(range(0, rows.shape[1], width), rows.split(width, 1), strict=True):

@@ -241,7 +241,9 @@ class Collective:
             served.wait()
 
     def agree(self, reference: Vector) -> dict[str, Any]:
-        """Exchanges in codes begin, with what all replicas agree on; what is `kept` between them."""
+        """Exchanges in codes begin, with what all replicas agree on; what is `kept` between
+        them.
+        """
         return begin_codes(reference, self.members)
 
     def census(self, *numbers: float) -> list[list[float]]:
@@ -361,7 +363,8 @@ class Collective:
         start = self.now()
         if (rows[:, CODED] == SICK).any():
             self._find_bad(rows)
-        carried, self._sum = self._sum, None
+        carried = self._sum
+        self._sum = None
         sums = []
         with self._x.world.watched() if offer.near else nullcontext():
             for number, tensor in enumerate(offer.vector):
@@ -434,7 +437,8 @@ class Collective:
         if offer.settle and node.size > 1:
             for piece in wire.split(PIECE):
                 piece.copy_(ordered_sum(node.gather(piece).unbind(0)).div_(node.size))
-        spread, fine = 0.0, True
+        spread = 0.0
+        fine = True
         if self._shards:
             spread, fine = self._average_lane(wire, have(lane), delta=delta, outer=outer)
         elif self._nodes != self.topology:
@@ -512,7 +516,8 @@ class Collective:
         if total is not None:
             spread, fine = _adopt(flat, total, divisor=self._total, delta=delta, outer=outer)
             return self._weight * spread, fine
-        spread, fine = 0.0, True
+        spread = 0.0
+        fine = True
         for begin, piece in _pieces(flat, grain=lane.size):
             mean = lane.mean(piece, self._weights, self._total)
             far, sane = _adopt(piece, mean, divisor=1, delta=delta, outer=outer, begin=begin)
@@ -543,7 +548,8 @@ class Collective:
                 node.share(shards)
                 total = wide
             return _adopt(flat, total, divisor=self._total, delta=delta, outer=outer)
-        spread, fine = 0.0, True
+        spread = 0.0
+        fine = True
         length = flat.numel() if self._x.sums_between_nodes else None
         for begin, piece in _pieces(flat, grain=self._nodes.multiple, length=length):
             wide = node.scratch(piece, dtype).copy_(piece)

@@ -148,7 +148,8 @@ class GossipEngine:
         mailbox = self._mailbox
         if mailbox is None:
             return 0.0
-        now, used = self.trace.clock(), mailbox.cpu_seconds()
+        now = self.trace.clock()
+        used = mailbox.cpu_seconds()
         share = self._budget.due(now, used, others=mailbox.neighbours_slower())
         mailbox.slower = self._budget.slower or 0.0
         return self._learner.tape.number(round(share * PARTS)) / PARTS
@@ -157,12 +158,14 @@ class GossipEngine:
         """Begin to average with the partner of this round; never waits. The partner is to meet the
         parameters of this step, also where their fold was put off.
         """
-        mailbox, group = self._mailbox, self._group
+        mailbox = self._mailbox
+        group = self._group
         partner = self._graph.partner(group.place, round_number, self._alive())
         if partner is None or mailbox is None:
             return
         place, weight = partner
-        peer, step = group.members[place], self._learner.state["step"]
+        peer = group.members[place]
+        step = self._learner.state["step"]
         if not group.shares:
             self.fold("publish", peer=peer, share=share)
         self.trace.emit("start", exchange=round_number, step=step, peer=peer)
@@ -298,7 +301,8 @@ class GossipEngine:
 
     def advice(self) -> str | None:
         """What to do where exchanges are too rare to help, once that is known."""
-        mailbox, step = self._mailbox, self._learner.state["step"]
+        mailbox = self._mailbox
+        step = self._learner.state["step"]
         if mailbox is None or self._strategy.lockstep or len(self._group.members) < 2:
             return None
         if step % LOOK or not mailbox.alive() or self._world.rank != 0:

@@ -1,11 +1,11 @@
 """The pace of gossip: as much as asked for, unless it makes the computation's steps slower than it
 may.
 
-What counts is what communication takes from the computation, not what it costs: on a host with
-idle cores it may cost much and take nothing. So `Budget` measures it. Time is cut into cycles, and in
+What counts is what communication takes from the computation, not what it costs: on a host with idle
+cores it may cost much and take nothing. So `Budget` measures it. Time is cut into cycles, and in
 the first part of each nobody begins an exchange; the mean step of the rest, compared with the mean
-step of that quiet part, says how much slower communication makes a step. Cycles follow the monotonic
-clock, which the ranks of a host share, so that they are quiet together.
+step of that quiet part, says how much slower communication makes a step. Cycles follow the
+monotonic clock, which the ranks of a host share, so that they are quiet together.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Budget:
         return self._moves >= 2 * SETTLED and self.rate < min(RARE, self.most)
 
     def due(self, now: float, used: float, *, others: Iterable[float] = ()) -> float:
-        """The share of a model to begin at this step; above 1 for several. `used`: CPU seconds
-        that communication has cost this rank up to the time `now`. `others`: what the other ranks of
+        """The share of a model to begin at this step; above 1 for several. `used`: CPU seconds that
+        communication has cost this rank up to the time `now`. `others`: what the other ranks of
         this host have found.
         """
         quiet = self._slowdown is not None and self._observe(now, used, others)
@@ -169,7 +169,8 @@ class Budget:
         return quiet
 
     def _end_cycle(self, now: float, used: float, others: Iterable[float]) -> None:
-        quiet, rest = self._steps[True], self._steps[False]
+        quiet = self._steps[True]
+        rest = self._steps[False]
         self._steps = {True: [], False: []}
         idle = self._idle()
         if min(len(quiet), len(rest)) < LEAST_STEPS:

@@ -258,7 +258,8 @@ class Transport:
 
     def _receive(self, event: Any, news: News) -> None:
         """Somebody has connected, has gone, or was not let in."""
-        kind, descriptor = event["event"], event["value"]
+        kind = event["event"]
+        descriptor = event["value"]
         if kind == zmq.Event.ACCEPTED:
             self._guests.add(descriptor)
             if len(self._guests) > _MOST_GUESTS + 4 * len(self._peers):
