@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -55,6 +56,21 @@ def test_kill_nine_and_resume_is_bit_for_bit_the_uninterrupted_run() -> None:
         assert (folder.path / name).is_file()
     assert "is complete (120 gradients)" in loosestep("resume", "runs/killed", code=2)
     assert "holds a run already" in loosestep("train", TINY, "--name", "killed", code=2)
+
+
+@pytest.mark.slow
+def test_gossip_without_rank_0_is_judged_and_stored_by_the_first_that_is_left() -> None:
+    common = ["--strategy", "adpsgd", "--nodes", "3", "--gradients", "300", "--name", "left"]
+    with warm.command("train", TINY, *common, "--set", "pause=0.02") as job:
+        job.ranks[0].expect("/300 gradients  accuracy")
+        writer = Path("runs/left/writers/rank-0").read_text().split()[0]
+        os.kill(int(writer), signal.SIGKILL)
+        job.wait(timeout=60)
+    folder = RunFolder(Path("runs/left"))
+    final = [line for line in folder.metrics() if line["kind"] == "final"]
+    assert [line["rank"] for line in final] == [1]
+    assert folder.complete
+    assert "is complete" in loosestep("resume", "runs/left", code=2)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from loosestep import Cluster
 from loosestep.recipes import find_recipe
 from loosestep.runfolder import checkpoint
 from loosestep.runfolder.checkpoint import CheckpointError, Checkpoints
+from loosestep.runfolder.config import TrainingError
 from loosestep.runfolder.folder import RunFolder
 from loosestep.training.on_virtual_ranks import simulate_run
 from loosestep.training.start import START, find_start, rearrange
@@ -107,6 +109,21 @@ def test_what_the_old_ranks_counted_is_divided_among_the_new_ones(tmp_path: Path
         assert start is not None
         assert start.source.endswith(START)
         assert start.state["stats"] == {"bytes_sent": each}
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "adpsgd"])
+def test_a_missing_folder_of_one_rank_is_refused_and_nothing_overwritten(
+    strategy: str, tmp_path: Path
+) -> None:
+    config = tiny(strategy)
+    train(tmp_path, config, crash_at=30)
+    folder = RunFolder(tmp_path)
+    shutil.rmtree(folder.checkpoints_of(config, 1))
+    kept = Checkpoints(folder.checkpoints_of(config, 0)).list()
+    for rank in (0, 1):
+        with pytest.raises(TrainingError, match=r"rank-1 is missing, and other ranks of this run"):
+            find_start(folder, config, rank, pytest.fail)
+    assert Checkpoints(folder.checkpoints_of(config, 0)).list() == kept
 
 
 def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def resume(
 
     with one_line_errors(), gentle_end():
         folder = RunFolder.open(run)
+        folder.require_free()
         config = folder.config()
         if "simulated" in config.environment:
             raise TrainingError(f"{run} was simulated; repeat it with: {config.command}")

@@ -4,6 +4,7 @@
     metrics.jsonl    progress and evaluations   checkpoint/     states to resume from, and the final model
     report.html      a page to look at          timeline.json   the same events for Perfetto or Chrome
     recording/       what each rank folded      replay/         the run again, from its recording
+    writers/         who writes, one file a rank
 
 While a run goes on each rank writes `trace/rank-N.jsonl`; they become `trace.jsonl` when it is
 complete.
@@ -13,22 +14,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import heapq
 import json
 import math
 import os
 import shutil
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from loosestep.events import Event
 from loosestep.runfolder.config import Config, TrainingError, read_config, write_whole, writing
 
 EVENTS_HELD = 2_000
+PATIENCE = 10.0  # ranks whose launcher was killed end by themselves
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,48 @@ class RunFolder:
 
     def checkpoints_of(self, config: Config, rank: int) -> Path:
         return self.generation(config.generation) / f"rank-{rank}"
+
+    @contextlib.contextmanager
+    def written_by(self, rank: int, *, patience: float = PATIENCE) -> Iterator[None]:
+        """Inside, no other process writes what a rank of this run writes; the system sees to it,
+        however this process ends. `patience`: seconds to wait for one that is about to end.
+        """
+        path = self._writers / f"rank-{rank}"
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            file = path.open("a+")
+        with file:
+            self._take(file, patience)
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
+    def require_free(self, *, patience: float = PATIENCE) -> None:
+        """Raise while ranks of this run are training."""
+        for path in self._writers.glob("rank-*"):
+            with path.open("a+") as file:
+                self._take(file, patience)
+
+    def _take(self, file: TextIO, patience: float) -> None:
+        until = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(0.1)
+                    continue
+            file.seek(0)
+            raise TrainingError(
+                f"{self.path} is being written by process {file.read()}, and two would destroy "
+                "each other's files; wait for its end, or end it"
+            )
+
+    @property
+    def _writers(self) -> Path:
+        return self.path / "writers"
 
     def config(self) -> Config:
         return read_config(self.config_file)

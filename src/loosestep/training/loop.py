@@ -178,12 +178,12 @@ class Trainer:
         self._say()
 
     def finish(self) -> None:
-        """The final model, the same on every rank: judged and stored by rank 0."""
+        """The final model, the same on every rank: judged and stored by one of them."""
         self.run.finish()
         self.journal.metric(
             "end", gradients=self.gradients, seconds=self.clock.seconds, **self._stats()
         )
-        if self.run.rank != 0:
+        if not self._speaks:
             return
         metrics = self.task.evaluate(self.model)
         examples = [asdict(example) for example in self.task.examples(self.model, EXAMPLES)]
@@ -197,10 +197,16 @@ class Trainer:
         self.journal.metric("final", gradients=self.gradients, **fields)
         self.tell({"kind": "final", "gradients": self.gradients, **fields})
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank judges and stores: rank 0, or under gossip the first that is left."""
+        lost = self.run.stats.get("lost", [])
+        return self.run.rank == next(rank for rank in range(self.world) if rank not in lost)
+
     def _store_final(self, metrics: dict[str, float]) -> None:
         """In place of that of a shorter training, which is there until the new one is whole."""
         path = self.folder.final_model
-        fresh = path.with_name(f"{path.name}.new")
+        fresh = path.with_name(f"{path.name}.new-{self.run.rank}")
         shutil.rmtree(fresh, ignore_errors=True)
         checkpoint.write(fresh, {"model": self.model.state_dict(), "metrics": metrics})
         shutil.rmtree(path, ignore_errors=True)
@@ -209,19 +215,20 @@ class Trainer:
     # What is due now and then ---------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        """The mean of all replicas, judged by rank 0. Others go on, as far as their strategy
+        """The mean of all replicas, judged by one rank. Others go on, as far as their strategy
         lets them.
         """
-        if self.gossip and self.run.rank != 0:
+        speaks = self._speaks
+        if self.gossip and not speaks:
             return
         if not self.gossip:  # everybody meets, then waits for rank 0: not a part of the training
             self.clock.stop()
         begin = self.clock.now()
         with self.run.consensus() as model:
-            metrics = self.task.evaluate(model) if self.run.rank == 0 else {}
+            metrics = self.task.evaluate(model) if speaks else {}
         self.run.trace.emit("evaluate", seconds=self.clock.now() - begin)
         self.clock.go()
-        if self.run.rank != 0:
+        if not speaks:
             return
         distance = self.run.stats["consensus_distance"]
         fields = {"metrics": metrics, "seconds": self.clock.seconds, "consensus_distance": distance}

@@ -36,6 +36,11 @@ MISTAKES = (TrainingError, RecipeError, CheckpointError, CommError, ReplayError,
 def train_rank(folder: RunFolder, config: Config, tell: Tell, launch: Launch | None = None) -> None:
     """Train as the rank that the launcher's variables say, from wherever this run was left."""
     launch = launch or detect_launch()
+    with folder.written_by(launch.rank):
+        _train(folder, config, tell, launch)
+
+
+def _train(folder: RunFolder, config: Config, tell: Tell, launch: Launch) -> None:
     task = find_recipe(config.recipe).build(
         config.options,
         data=config.data_folder,
@@ -64,6 +69,8 @@ def train_rank(folder: RunFolder, config: Config, tell: Tell, launch: Launch | N
             }
         )
     run = attach_to(config, model, optimizer, record=record)
+    # from here on a rank without a folder has lost it: all have looked for a start by now
+    folder.checkpoints_of(config, launch.rank).mkdir(parents=True, exist_ok=True)
     if record is not None and launch.rank == 0:
         config.write(record / folder.config_file.name)
     with Journal(folder, launch.rank, trace_bytes=_trace_bytes(start)) as journal, run:

@@ -120,6 +120,13 @@ def mean_tree(trees: Sequence[Any]) -> Any:
 
 def _states(folder: RunFolder, config: Config, warn: Warn) -> list[dict[str, Any] | None]:
     folders = [folder.checkpoints_of(config, rank) for rank in range(sum(config.counts()))]
+    gone = [path for path in folders if not path.is_dir()]
+    if gone and any(Checkpoints(path).list() for path in folders):
+        raise TrainingError(
+            f"{', '.join(map(str, gone))} is missing, and other ranks of this run have "
+            "checkpoints, which training from the beginning would overwrite. Bring it back, or "
+            "train anew under another --name"
+        )
     if config.chosen_strategy().gossip is not None:
         found = (next(Checkpoints(path).intact(warn), None) for path in folders)
         return [None if pair is None else pair[1] for pair in found]
