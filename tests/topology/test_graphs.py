@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loosestep.topology.graphs import (
-    GRAPHS,
-    GossipGraph,
+from loosestep.topology.graphs import GRAPHS, GossipGraph
+from loosestep.topology.mixing_matrix import (
     check_matrix,
     contraction,
     metropolis,
