@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import ledger
@@ -49,6 +50,8 @@ parser.add_argument(
 )
 arguments = parser.parse_args()
 logging.basicConfig(format="%(levelname)s %(message)s")
+# steps of some milliseconds on a busy machine
+warnings.filterwarnings("ignore", message=".*trains nearly alone")
 stop = threading.Event()
 speaking = threading.Lock()
 signal.signal(signal.SIGUSR1, lambda *_: stop.set())
@@ -174,7 +177,7 @@ while (
             layout=run._learner.replica.digest(),
         )
     if steps % 5 == 0:
-        say(at=now, step=steps, exchanges=courier.counters["exchanges"])
+        say(at=now, step=steps, exchanges=run.stats["exchanges"])
 stats = run.stats
 say(
     stopping=True,

@@ -267,7 +267,7 @@ def test_a_graph_that_does_not_work_is_refused_on_every_rank(topology, message):
     ("arguments", "message"),
     [
         (
-            {"topology": "rink"},
+            {"graph": "rink"},
             "unknown graph 'rink'; valid are ring, random-ring, pairs, exponential",
         ),
         ({"rate": 0}, "rate must be above 0"),
@@ -386,7 +386,11 @@ def delayed(rank: int, older: bool, steps: int = 12):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     with loosestep.attach(
-        model, optimizer, DelayByOne(older_gradient=older), topology=Topology(GRID), deadline=20
+        model,
+        optimizer,
+        DelayByOne(older_gradient=older, replica="rank"),
+        topology=Topology(GRID),
+        deadline=20,
     ):
         for _ in range(steps):
             seen.append(model[0].detach().clone())

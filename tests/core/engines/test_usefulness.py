@@ -35,19 +35,19 @@ def test_the_distance_is_told_in_steps_of_the_optimizer_without_what_was_folded(
 
 
 @pytest.mark.parametrize(
-    ("step", "exchanges", "limited", "told"),
+    ("step", "exchanges", "limit", "told"),
     [
-        (ENOUGH, 0.04 * ENOUGH, False, True),
-        (ENOUGH, 0.06 * ENOUGH, False, False),
-        (ENOUGH - 1, 0.0, False, False),  # too early to say
-        (50, 10.0, True, True),  # the pace has settled where it does not help
+        (ENOUGH, 0.04 * ENOUGH, None, True),
+        (ENOUGH, 0.06 * ENOUGH, None, False),
+        (ENOUGH - 1, 0.0, None, False),  # too early to say
+        (ENOUGH, 0.2 * ENOUGH, 0.01, True),  # the pace has settled where it does not help
     ],
 )
 def test_what_is_too_rare_is_told_with_what_to_do(
-    step: int, exchanges: float, limited: bool, told: bool
+    step: int, exchanges: float, limit: float | None, told: bool
 ) -> None:
     advice = measured(0.5).advice(
-        step, exchanges=exchanges, wanted=1.0, limited=limited, distance=3.0, age=12.0
+        step, exchanges=exchanges, wanted=1.0, limit=limit, distance=3.0, age=12.0
     )
     assert (advice is not None) == told
     if advice is not None:
@@ -58,7 +58,7 @@ def test_what_is_too_rare_is_told_with_what_to_do(
 
 def test_who_asks_for_few_exchanges_is_not_told_that_they_are_few() -> None:
     advice = measured(0.5).advice(
-        ENOUGH, exchanges=0.011 * ENOUGH, wanted=0.02, limited=False, distance=3.0, age=12.0
+        ENOUGH, exchanges=0.011 * ENOUGH, wanted=0.02, limit=None, distance=3.0, age=12.0
     )
     assert advice is None
 

@@ -311,7 +311,7 @@ class GossipEngine:
             step,
             exchanges=mailbox.counters["exchanges"],
             wanted=self._strategy.rate,
-            limited=self._budget.too_rare,
+            limit=self._budget.rate if self._budget.too_rare else None,
             distance=mailbox.consensus_distance,
             age=self.trace.totals.staleness_mean,
         )

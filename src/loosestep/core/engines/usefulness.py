@@ -66,16 +66,17 @@ class Usefulness:
         *,
         exchanges: float,
         wanted: float,
-        limited: bool,
+        limit: float | None,
         distance: float,
         age: float,
     ) -> str | None:
         """What to do about exchanges that have become too rare; None while they have not.
 
-        `limited`: the pace has settled there. Otherwise what was completed in so many steps tells.
+        `limit`: where the pace has settled at too few; else what was completed in so many steps
+        tells.
         """
-        per_step = exchanges / max(1, step)
-        if not limited and (step < ENOUGH or per_step >= min(RARE, wanted / 2)):
+        per_step = exchanges / max(1, step) if limit is None else limit
+        if step < ENOUGH or per_step >= min(RARE, wanted / 2):
             return None
         apart = self.distance_in_steps(distance)
         old = f"; what is folded is {age:.0f} steps old" if age else ""
