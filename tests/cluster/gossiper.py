@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import loosestep
-from loosestep.core.messages.frames import HEADER_BYTES, KIND, Header, Kind
+from loosestep.core.messages.frames import HEADER_BYTES, KIND, FrameKind, Header
 from loosestep.core.messages.sockets import Letter
 
 parser = argparse.ArgumentParser()
@@ -83,7 +83,7 @@ def die_while_sending(values):
     left = [values]
 
     def lose(header):
-        if header.kind in (Kind.REQUEST, Kind.REPLY):
+        if header.kind in (FrameKind.REQUEST, FrameKind.REPLY):
             left[0] -= 1
             if left[0] == 0:
                 ledger.write_will(arguments.folder, courier)
@@ -108,7 +108,7 @@ def misbehave(*_):
     send = courier.transport.send
 
     def watch(peer, letter):
-        if peer == 0 and letter.frame[KIND] == Kind.REQUEST:
+        if peer == 0 and letter.frame[KIND] == FrameKind.REQUEST:
             courier.transport.send = send
             say(request=bytes(letter.frame).hex())
         return send(peer, letter)
@@ -118,7 +118,7 @@ def misbehave(*_):
         for dtype, numbers in ((2, 17), (1, 500)):
             frame = bytearray(HEADER_BYTES) + np.full(numbers, 1e6).tobytes()
             courier.wire.seal(
-                Header(Kind.REQUEST, run.rank, 0, tag=1, una=1, weight=0.5, dtype=dtype), frame
+                Header(FrameKind.REQUEST, run.rank, 0, tag=1, una=1, weight=0.5, dtype=dtype), frame
             )
             send(0, Letter(frame))
 

@@ -16,12 +16,12 @@ from torch.distributed import FileStore, TCPStore
 
 from loosestep.core.gossip.mailbox import Mailbox
 from loosestep.core.gossip.peer import Timing
-from loosestep.core.messages.frames import KIND, Kind
+from loosestep.core.messages.frames import KIND, FrameKind
 from loosestep.core.messages.sockets import Letter
 from loosestep.topology.graphs import GossipGraph
 
-WITH_VALUE = (Kind.REQUEST, Kind.REPLY)
-EXCHANGING = (*WITH_VALUE, Kind.ACK, Kind.PING)
+WITH_VALUE = (FrameKind.REQUEST, FrameKind.REPLY)
+EXCHANGING = (*WITH_VALUE, FrameKind.ACK, FrameKind.PING)
 
 
 class Worker:
@@ -72,7 +72,7 @@ class Worker:
         if (
             self.rank == self.options.get("victim")
             and self.sent >= self.options["kill_at"]
-            and header.kind == Kind.REPLY
+            and header.kind == FrameKind.REPLY
         ):
             ledger.write_will(self.folder, self.mailbox._courier)
             # it has applied the pair, and the answer will never leave

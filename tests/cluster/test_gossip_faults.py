@@ -19,7 +19,7 @@ import torch
 import zmq
 
 from loosestep import launch
-from loosestep.core.messages.frames import HEADER_BYTES, Header, Kind, Wire
+from loosestep.core.messages.frames import HEADER_BYTES, FrameKind, Header, Wire
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 SCRIPT = str(Path(__file__).parent / "gossiper.py")
@@ -300,7 +300,8 @@ def strangers(card: dict, key: str | None) -> dict[str, list[bytes]]:
         wire.meet(0, "")
         made = bytearray(HEADER_BYTES) + np.full(1000, 1e6).tobytes()
         wire.seal(
-            Header(kind=Kind.REQUEST, source=1, dest=0, tag=1, una=1, weight=0.5, dtype=2), made
+            Header(kind=FrameKind.REQUEST, source=1, dest=0, tag=1, una=1, weight=0.5, dtype=2),
+            made,
         )
         return bytes(made)
 

@@ -24,9 +24,9 @@ from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError, pull_o
 from loosestep.core.gossip.loop import KEPT_ROUNDS
 from loosestep.core.gossip.mailbox import in_flight, spread
 from loosestep.core.gossip.memory import Fold
-from loosestep.core.gossip.peer import Pending, Rota, Transfer
+from loosestep.core.gossip.peer import PendingExchange, Rota, Transfer
 from loosestep.core.gossip.shadow import Shadow
-from loosestep.core.messages.frames import HEADER_BYTES, Kind
+from loosestep.core.messages.frames import HEADER_BYTES, FrameKind
 from loosestep.sim.clock import Gate, VirtualClock
 from loosestep.sim.links import Links
 
@@ -37,7 +37,7 @@ RETRY = 1.0  # seconds until a request that the peer had no room for is sent aga
 SAMPLED = 10  # steps of every learner between two looks at the consensus distance
 
 
-class VirtualExchange(Pending):
+class VirtualExchange(PendingExchange):
     """An exchange in flight, on the virtual clock."""
 
     def __init__(self, clock: VirtualClock) -> None:
@@ -183,7 +183,7 @@ class VirtualMailbox:
 
     # ---- training
 
-    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> Pending:
+    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> PendingExchange:
         """Average the shadow with the peer's, or a share of it; never waits."""
         if peer not in self.peers:
             raise ValueError(
@@ -447,7 +447,7 @@ class VirtualMailbox:
             message = self._edge(peer).begin(transfer.waiting[-1], transfer.weight)
             if message is None:
                 return
-            if message.kind is Kind.PING:
+            if message.kind is FrameKind.PING:
                 self._transmit(peer, message)
                 return
             transfer.flying.add(transfer.waiting.pop())
@@ -471,7 +471,7 @@ class VirtualMailbox:
         except NotFiniteError as error:
             self.drop_peer(peer, f"quarantined: {error}")
             return
-        if message.kind is Kind.PING and edge.pending:
+        if message.kind is FrameKind.PING and edge.pending:
             self._network.clock.call(self._network.clock.now + RETRY, lambda: self._again(peer))
         for answer in answers:
             self._transmit(peer, answer)

@@ -13,7 +13,7 @@ from loosestep.core.gossip import mailbox
 from loosestep.core.gossip.mailbox import CHUNK_BYTES
 from loosestep.core.gossip.peer import Timing
 from loosestep.core.gossip.shadow import Shadow
-from loosestep.core.messages.frames import Header, Kind
+from loosestep.core.messages.frames import FrameKind, Header
 
 # ---- exchanging
 
@@ -45,7 +45,7 @@ def test_a_model_of_many_chunks_is_exchanged_whole():
 def test_the_mean_is_untouched_by_exchanges_with_steps_and_losses(options):
     def loser(rank):
         draw = np.random.default_rng(rank)
-        return lambda header: bool(header.kind != Kind.BEAT and draw.random() < 0.1)
+        return lambda header: bool(header.kind != FrameKind.BEAT and draw.random() < 0.1)
 
     with cluster(4, lose=loser, **options) as c:
 
@@ -109,7 +109,7 @@ def test_a_share_must_be_one() -> None:
 def test_the_mean_is_untouched_by_shares_with_steps_and_losses() -> None:
     def loser(rank):
         draw = np.random.default_rng(rank)
-        return lambda header: bool(header.kind != Kind.BEAT and draw.random() < 0.1)
+        return lambda header: bool(header.kind != FrameKind.BEAT and draw.random() < 0.1)
 
     with cluster(3, size=5 * CHUNK_BYTES // 8 + 3, lose=loser) as c:
 
@@ -212,7 +212,7 @@ def links(box):
 
 
 def test_exchange_never_blocks_and_returns_the_one_in_flight():
-    with cluster(2, lose=lambda rank: lambda header: header.kind == Kind.REPLY) as c:
+    with cluster(2, lose=lambda rank: lambda header: header.kind == FrameKind.REPLY) as c:
         first = c.boxes[0].exchange(1)
         assert c.boxes[0].exchange(1) is first
         assert not first.done()
@@ -223,7 +223,7 @@ def test_an_exchange_outlives_the_connections_on_which_it_began() -> None:
     lost = threading.Event()
 
     def lose(header: Header) -> bool:
-        if header.kind != Kind.REPLY or not losing.is_set():
+        if header.kind != FrameKind.REPLY or not losing.is_set():
             return False
         lost.set()
         return True
@@ -316,7 +316,7 @@ def test_a_peer_that_falls_silent_during_a_consensus_is_left_out():
 
 
 def test_the_consensus_distance_forgets_the_dead():
-    with cluster(3, lose=die_at(2, lambda h: h.kind == Kind.ACK, count=2)) as c:
+    with cluster(3, lose=die_at(2, lambda h: h.kind == FrameKind.ACK, count=2)) as c:
         c.exchange(0, 1)
         c.exchange(1, 0)
         near = c.boxes[0].consensus_distance

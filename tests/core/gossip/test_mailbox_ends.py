@@ -13,7 +13,7 @@ from mailboxes import QUICK, cluster, die_at, start_vector, step, wait_until
 
 from loosestep.core.gossip.mailbox import CHUNK_BYTES
 from loosestep.core.gossip.peer import Timing
-from loosestep.core.messages.frames import Kind, Topic
+from loosestep.core.messages.frames import FrameKind, Topic
 
 
 def test_finish_waits_for_the_slow_and_answers_them_meanwhile():
@@ -36,7 +36,7 @@ def test_a_rank_that_says_drained_begins_no_chunk_that_was_still_waiting():
     deaf.set()
 
     def lose(rank):
-        return lambda header: rank == 1 and header.kind == Kind.ACK and deaf.is_set()
+        return lambda header: rank == 1 and header.kind == FrameKind.ACK and deaf.is_set()
 
     with cluster(2, size=20 * CHUNK_BYTES // 8, lose=lose) as c:
         link = c.boxes[0]._courier.links[1]
@@ -55,17 +55,21 @@ def test_a_rank_that_says_drained_begins_no_chunk_that_was_still_waiting():
 
 
 POINTS = {
-    "before it collects": lambda h: h.kind == Kind.ASK and h.topic == Topic.FINAL,
-    "while it collects": lambda h: h.kind == Kind.ASK and h.topic == Topic.FINAL and h.chunk == 2,
-    "before it gives the first chunk": lambda h: h.kind == Kind.VALUE and h.topic == Topic.RESULT,
+    "before it collects": lambda h: h.kind == FrameKind.ASK and h.topic == Topic.FINAL,
+    "while it collects": lambda h: (
+        h.kind == FrameKind.ASK and h.topic == Topic.FINAL and h.chunk == 2
+    ),
+    "before it gives the first chunk": lambda h: (
+        h.kind == FrameKind.VALUE and h.topic == Topic.RESULT
+    ),
     "while it gives the result": lambda h: (
-        h.kind == Kind.VALUE and h.topic == Topic.RESULT and h.chunk == 2
+        h.kind == FrameKind.VALUE and h.topic == Topic.RESULT and h.chunk == 2
     ),
     "when one other may have all": lambda h: (
-        h.kind == Kind.VALUE and h.topic == Topic.RESULT and h.chunk == 3
+        h.kind == FrameKind.VALUE and h.topic == Topic.RESULT and h.chunk == 3
     ),
-    "at its first word": lambda h: h.kind == Kind.BEAT and h.flags & 8,
-    "when it leaves": lambda h: h.kind == Kind.BYE,
+    "at its first word": lambda h: h.kind == FrameKind.BEAT and h.flags & 8,
+    "when it leaves": lambda h: h.kind == FrameKind.BYE,
 }
 
 
@@ -91,7 +95,9 @@ def test_survivors_end_identical_wherever_the_coordinator_dies(point, count):
 
 def test_a_death_is_told_once_within_half_a_second_with_the_delta_in_doubt():
     patient = Timing(**(QUICK | {"retry": 5.0}))
-    with cluster(3, lose=die_at(2, lambda h: h.kind == Kind.REPLY, count=3), timing=patient) as c:
+    with cluster(
+        3, lose=die_at(2, lambda h: h.kind == FrameKind.REPLY, count=3), timing=patient
+    ) as c:
         c.exchange(0, 2)
         c.exchange(0, 2)
         before = time.perf_counter()
@@ -107,7 +113,7 @@ def test_a_death_is_told_once_within_half_a_second_with_the_delta_in_doubt():
 
 
 def test_what_was_applied_but_not_confirmed_is_told_exactly():
-    with cluster(2, lose=die_at(1, lambda h: h.kind == Kind.ACK)) as c:
+    with cluster(2, lose=die_at(1, lambda h: h.kind == FrameKind.ACK)) as c:
         c.boxes[1].exchange(0).wait(10)
         wait_until(lambda: c.said(0, "peer_dead"))
         (event,) = c.said(0, "peer_dead")
@@ -309,7 +315,7 @@ def test_nothing_is_left_after_close():
 
 
 def test_a_failed_communication_thread_is_reported_at_the_next_call():
-    with cluster(2, lose=die_at(0, lambda h: h.kind == Kind.REQUEST)) as c:
+    with cluster(2, lose=die_at(0, lambda h: h.kind == FrameKind.REQUEST)) as c:
         c.boxes[0].exchange(1).wait(5)
         wait_until(lambda: not c.boxes[0]._thread.is_alive())
         with pytest.raises(ConnectionError, match="has failed"):

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from loosestep.core.gossip.loop import KNOCKS
 from loosestep.core.gossip.mailbox import CHUNK_BYTES, Mailbox, in_flight
 from loosestep.core.messages.address import bind_host, port_range
-from loosestep.core.messages.frames import HEADER_BYTES, KIND, Header, Kind, Wire
+from loosestep.core.messages.frames import HEADER_BYTES, KIND, FrameKind, Header, Wire
 from loosestep.core.messages.sockets import Transport
 
 # ---- strangers
@@ -48,7 +48,7 @@ def forged(**changes):
     body = np.full(changes.pop("numbers", 1000), 1e6).tobytes()
     frame = bytearray(HEADER_BYTES) + body
     header = {
-        "kind": Kind.REQUEST,
+        "kind": FrameKind.REQUEST,
         "source": 1,
         "dest": 0,
         "tag": 1,
@@ -111,7 +111,7 @@ def test_a_replayed_frame_is_refused():
         before = c.flat(0)
         received = c.boxes[0].counters["frames_received"]
         assert received
-        request = next(frame for frame in copied if frame[KIND] == Kind.REQUEST)
+        request = next(frame for frame in copied if frame[KIND] == FrameKind.REQUEST)
         frames_to(c, [request] * 5)
         wait_until(lambda: c.boxes[0].counters["rejected"].get("replay") == 5)
         np.testing.assert_array_equal(c.flat(0), before)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loosestep.codecs import codec
 from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError
 from loosestep.core.gossip.shadow import Shadow
-from loosestep.core.messages.frames import Kind
+from loosestep.core.messages.frames import FrameKind
 
 SIZE = 10
 CHUNK = 4 * 8
@@ -455,5 +455,5 @@ def test_a_shadow_without_parameters_says_so():
 
 def test_a_reply_is_never_answered():
     network = Network()
-    stray = Message(Kind.REPLY, 0, 7, 1, 0.5, np.zeros(4))
+    stray = Message(FrameKind.REPLY, 0, 7, 1, 0.5, np.zeros(4))
     assert network.edges[0].receive(stray) == []

@@ -10,8 +10,8 @@ from loosestep.core.messages.frames import (
     HEADER_BYTES,
     Flags,
     FrameError,
+    FrameKind,
     Header,
-    Kind,
     ReplayWindow,
     Wire,
     curve_pair,
@@ -32,7 +32,7 @@ def sealed(sender, body=b"", **fields):
     frame = bytearray(HEADER_BYTES + len(body))
     frame[HEADER_BYTES:] = body
     sender.seal(
-        Header(**({"kind": Kind.REQUEST, "source": sender.rank, "dest": 1} | fields)), frame
+        Header(**({"kind": FrameKind.REQUEST, "source": sender.rank, "dest": 1} | fields)), frame
     )
     return frame
 
@@ -57,7 +57,7 @@ def test_a_frame_arrives_as_it_was_sent(key):
     }
     header, received = wire(1, key=key).open(memoryview(sealed(wire(0, key=key), body, **fields)))
     assert {name: getattr(header, name) for name in fields} == fields
-    assert (header.kind, header.source, header.size) == (Kind.REQUEST, 0, len(body))
+    assert (header.kind, header.source, header.size) == (FrameKind.REQUEST, 0, len(body))
     assert received == body
 
 

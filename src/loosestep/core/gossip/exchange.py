@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from loosestep.core.messages.frames import Kind
+from loosestep.core.messages.frames import FrameKind
 from loosestep.core.messages.slots import EdgeSlots
 from loosestep.record.format import RecordKind as Record
 from loosestep.record.format import pack
@@ -70,7 +70,7 @@ class Vector(Protocol):
 class Message:
     """One message of the protocol; `value` is None in ACK and PING."""
 
-    kind: Kind
+    kind: FrameKind
     chunk: int
     q: int
     una: int
@@ -170,12 +170,12 @@ class Edge:
     def _ping(self, chunk: int | None = None) -> Message:
         if chunk is None:
             chunk = next(index for index, state in self._chunks.items() if state.cache)
-        return Message(Kind.PING, chunk, 0, self._at(chunk).una)
+        return Message(FrameKind.PING, chunk, 0, self._at(chunk).una)
 
     def _request(self, chunk: int, q: int) -> Message:
         state = self._at(chunk)
         pair = state.pend[q]
-        return Message(Kind.REQUEST, chunk, q, state.una, pair.weight, pair.buffer)
+        return Message(FrameKind.REQUEST, chunk, q, state.una, pair.weight, pair.buffer)
 
     def unanswered(self) -> list[Message]:
         """The pending requests, to be sent again as they were."""
@@ -191,9 +191,9 @@ class Edge:
         state = self._at(message.chunk)
         state.puna = max(state.puna, message.una)
         answers: list[Message] = []
-        if message.kind is Kind.PING:
-            answers.append(Message(Kind.ACK, message.chunk, 0, state.una))
-        elif message.kind is not Kind.ACK:
+        if message.kind is FrameKind.PING:
+            answers.append(Message(FrameKind.ACK, message.chunk, 0, state.una))
+        elif message.kind is not FrameKind.ACK:
             answers = self._pair(state, message)
         for old in [q for q in state.cache if q < state.puna]:
             self._shadow.give(state.cache.pop(old).buffer)
@@ -207,8 +207,8 @@ class Edge:
             self._apply(state, message, state.pend[q])
             del state.pend[q]
             self.pending -= 1
-            return [Message(Kind.ACK, chunk, 0, state.una)] if not state.pend else []
-        if message.kind is Kind.REPLY:
+            return [Message(FrameKind.ACK, chunk, 0, state.una)] if not state.pend else []
+        if message.kind is FrameKind.REPLY:
             return []
         if q in state.cache:
             return [self._reply(state, chunk, q)]
@@ -226,7 +226,7 @@ class Edge:
 
     def _reply(self, state: _Chunk, chunk: int, q: int) -> Message:
         pair = state.cache[q]
-        return Message(Kind.REPLY, chunk, q, state.una, pair.weight, pair.buffer)
+        return Message(FrameKind.REPLY, chunk, q, state.una, pair.weight, pair.buffer)
 
     def _apply(self, state: _Chunk, message: Message, pair: Pair) -> None:
         # The cache keeps the weight that was used: a repeated request is answered with exactly this

@@ -20,14 +20,14 @@ from loosestep.core.gossip.ending import Ending, average
 from loosestep.core.gossip.exchange import Edge, Message, NotFiniteError, pull_of
 from loosestep.core.gossip.fetch import Answers, Fetch
 from loosestep.core.gossip.memory import Memory
-from loosestep.core.gossip.peer import Link, Pending, Timing, Transfer
+from loosestep.core.gossip.peer import Link, PendingExchange, Timing, Transfer
 from loosestep.core.messages.frames import (
     DTYPE_CODES,
     HEADER_BYTES,
     Flags,
     FrameError,
+    FrameKind,
     Header,
-    Kind,
     Topic,
     Wire,
     claimed_source,
@@ -43,7 +43,7 @@ Array = NDArray[Any]
 
 KNOCKS = 20  # connections without a word, per peer of a run, that outages of the network explain
 KEPT_ROUNDS = 4  # how far a neighbour may be behind in lockstep and still read the round it is in
-_WITH_VALUE = (Kind.REQUEST, Kind.REPLY, Kind.VALUE)
+_WITH_VALUE = (FrameKind.REQUEST, FrameKind.REPLY, FrameKind.VALUE)
 
 
 class Courier:
@@ -100,8 +100,8 @@ class Courier:
         self.exchanges = 0.0  # begun here and completed, in whole models
         self.rejected: Counter[str] = Counter()
         self.commands: deque[Callable[[], None]] = deque()
-        self.fetches: dict[Fetch, Pending] = {}
-        self.ended = Pending()
+        self.fetches: dict[Fetch, PendingExchange] = {}
+        self.ended = PendingExchange()
         self.failure: BaseException | None = None
         self.progress = 0
         self.stepped = now
@@ -128,7 +128,7 @@ class Courier:
             while not self.stopping:
                 self._turn()
             for peer in self.members.present():
-                self._send(self._header(Kind.BYE, peer))
+                self._send(self._header(FrameKind.BYE, peer))
             for peer in self.links:
                 self._tell_evicted(peer, time.monotonic())
             self.transport.close(linger=0.2)
@@ -239,7 +239,9 @@ class Courier:
 
     # ---- what the compute thread asks for
 
-    def exchange(self, peer: int, weight: float, chunks: list[int], pending: Pending) -> None:
+    def exchange(
+        self, peer: int, weight: float, chunks: list[int], pending: PendingExchange
+    ) -> None:
         link = self.links[peer]
         if self.members.peers[peer].state is not State.ALIVE or self.ending.done:
             pending.finish("skipped")
@@ -262,7 +264,7 @@ class Courier:
                     link.transfer.outcome = "dropped"
                 self._advance(peer)
 
-    def consensus(self, out: Array, pending: Pending) -> None:
+    def consensus(self, out: Array, pending: PendingExchange) -> None:
         def use(chunk: int, values: Answers) -> None:
             mine = self.shadow.read(chunk, pack_readings(Record.MEAN, chunk, values.serials)).value
             average(self.shadow, chunk, {**values, self.rank: mine}, out, self._weights)
@@ -270,7 +272,7 @@ class Courier:
         self._fetch_count += 1
         self._open(Topic.SHADOW, self._fetch_count, self.members.alive(), use, pending)
 
-    def lockstep(self, number: int, weights: dict[int, float], pending: Pending) -> None:
+    def lockstep(self, number: int, weights: dict[int, float], pending: PendingExchange) -> None:
         self.shadow.note(pack_readings(Record.ROUND, number, dict.fromkeys(weights, 0)))
         start = self._rounds[number] = self.shadow.flat()
         for old in [r for r in self._rounds if r <= number - KEPT_ROUNDS]:
@@ -295,7 +297,7 @@ class Courier:
             self._send_value(peer, Topic.ROUND, number, chunk, self.shadow.slice(chunk, start))
         self._open(Topic.ROUND, number, weights.keys(), use, pending)
 
-    def _open(self, topic: Topic, tag: int, ranks: Any, use: Any, pending: Pending) -> None:
+    def _open(self, topic: Topic, tag: int, ranks: Any, use: Any, pending: PendingExchange) -> None:
         fetch = Fetch(
             topic, tag, ranks, chunks=self.shadow.chunks, use=use, retry=self._timing.retry
         )
@@ -309,7 +311,9 @@ class Courier:
 
     def _ask(self, fetch: Fetch, now: float) -> None:
         for peer, chunk in fetch.asks(now):
-            self._send(self._header(Kind.ASK, peer, topic=fetch.topic, tag=fetch.tag, chunk=chunk))
+            self._send(
+                self._header(FrameKind.ASK, peer, topic=fetch.topic, tag=fetch.tag, chunk=chunk)
+            )
 
     # ---- exchanges
 
@@ -320,7 +324,7 @@ class Courier:
             message = link.edge.begin(link.transfer.waiting[-1], link.transfer.weight)
             if message is None:
                 return
-            if message.kind is Kind.PING:
+            if message.kind is FrameKind.PING:
                 if time.monotonic() - link.pinged >= self._timing.retry / 4:
                     link.pinged = time.monotonic()
                     self._post(peer, message)
@@ -345,7 +349,7 @@ class Courier:
         link = self.links[header.source]
         applied = link.edge.applied
         message = Message(
-            Kind(header.kind), header.chunk, header.tag, header.una, header.weight, value
+            FrameKind(header.kind), header.chunk, header.tag, header.una, header.weight, value
         )
         try:
             answers = link.edge.receive(message)
@@ -392,7 +396,7 @@ class Courier:
         peer = header.source
         # Also from one who is gone: this process may have been stopped. After a cut each side
         # evicts the other, and goes on.
-        if header.kind == Kind.EVICTED and not self.members.peers[peer].evicted:
+        if header.kind == FrameKind.EVICTED and not self.members.peers[peer].evicted:
             self.evicted_by.add(peer)
             self._gone(peer, State.DEAD, "it has evicted this rank")
         if not self._there(peer):
@@ -406,13 +410,13 @@ class Courier:
         slots = self.links[peer].edge.slots
         if slots is not None:
             slots.ready = bool(header.flags & Flags.READS)
-        if header.kind in (Kind.REQUEST, Kind.REPLY, Kind.ACK, Kind.PING):
+        if header.kind in (FrameKind.REQUEST, FrameKind.REPLY, FrameKind.ACK, FrameKind.PING):
             self._exchange_frame(header, value)
-        elif header.kind == Kind.BEAT:
+        elif header.kind == FrameKind.BEAT:
             self.ending.highest = max(self.ending.highest, header.tag)
-        elif header.kind == Kind.ASK:
+        elif header.kind == FrameKind.ASK:
             self._answer(header)
-        elif header.kind == Kind.VALUE and value is not None:
+        elif header.kind == FrameKind.VALUE and value is not None:
             if not np.isfinite(value).all():
                 self._quarantine(peer, f"chunk {header.chunk} holds NaN or Inf")
                 return
@@ -421,7 +425,7 @@ class Courier:
                     peer, header.topic, header.tag, header.chunk, value, serial=header.una
                 )
                 self._settle(fetch)
-        elif header.kind == Kind.BYE:
+        elif header.kind == FrameKind.BYE:
             self._gone(peer, State.LEFT, "it left")
 
     def _value(self, header: Header, body: memoryview) -> Array | None:
@@ -431,7 +435,7 @@ class Courier:
         if header.kind not in _WITH_VALUE:
             return None
         # A pair is offered in a code, where there is one; what is read for a mean is not.
-        offered = header.kind != Kind.VALUE
+        offered = header.kind != FrameKind.VALUE
         dtype = self.shadow.offer_dtype if offered else self.shadow.dtype
         if header.dtype != DTYPE_CODES[dtype]:
             raise FrameError(
@@ -445,7 +449,7 @@ class Courier:
             raise FrameError(
                 "size", f"chunk {header.chunk} has {len(body)} bytes, expected {expected}"
             )
-        if header.kind != Kind.VALUE and not 0 < header.weight <= 1:
+        if header.kind != FrameKind.VALUE and not 0 < header.weight <= 1:
             raise FrameError("weight", f"weight {header.weight} is not between 0 and 1")
         return np.frombuffer(body, dtype=dtype)
 
@@ -458,7 +462,7 @@ class Courier:
             buffer = self.shadow.read(chunk, self._note_reading(chunk))
             self._send_buffer(
                 self._header(
-                    Kind.VALUE, peer, topic=topic, tag=tag, chunk=chunk, una=self._readings
+                    FrameKind.VALUE, peer, topic=topic, tag=tag, chunk=chunk, una=self._readings
                 ),
                 buffer,
             )
@@ -539,7 +543,7 @@ class Courier:
         link = self.links[peer]
         if self.members.peers[peer].evicted and now - link.told >= 1.0:
             link.told = now
-            self._send(self._header(Kind.EVICTED, peer))
+            self._send(self._header(FrameKind.EVICTED, peer))
 
     def _flags(self, peer: int, now: float) -> Flags:
         flags = self.ending.flags()
@@ -557,9 +561,9 @@ class Courier:
         if self.transport.kept(peer):  # what waits for its socket will say as much
             self.links[peer].sent = time.monotonic()
             return
-        self._send(self._header(Kind.BEAT, peer, tag=self.ending.promised))
+        self._send(self._header(FrameKind.BEAT, peer, tag=self.ending.promised))
 
-    def _header(self, kind: Kind, dest: int, **fields: Any) -> Header:
+    def _header(self, kind: FrameKind, dest: int, **fields: Any) -> Header:
         now = time.monotonic()
         return Header(
             kind,
@@ -588,7 +592,7 @@ class Courier:
     def _send_value(
         self, peer: int, topic: Topic, tag: int, chunk: int, value: Array, serial: int = 0
     ) -> None:
-        header = self._header(Kind.VALUE, peer, topic=topic, tag=tag, chunk=chunk, una=serial)
+        header = self._header(FrameKind.VALUE, peer, topic=topic, tag=tag, chunk=chunk, una=serial)
         self._send_buffer(header, self.shadow.buffer(chunk, value))
 
     def _send_buffer(self, header: Header, buffer: Buffer) -> None:

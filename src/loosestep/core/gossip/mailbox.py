@@ -43,7 +43,7 @@ from loosestep.core.gossip.budget import IDLE
 from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.loop import Courier
 from loosestep.core.gossip.memory import Fold
-from loosestep.core.gossip.peer import Pending, Rota, Timing
+from loosestep.core.gossip.peer import PendingExchange, Rota, Timing
 from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.keys import key_bytes
 from loosestep.core.messages.address import bind_host, is_loopback, port_range
@@ -196,7 +196,7 @@ class Mailbox:
             stop=stop or Stop(),
             timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
         )
-        self._exchanges: dict[int, Pending] = {}
+        self._exchanges: dict[int, PendingExchange] = {}
         self._rota = Rota(self._shadow.chunks)
         self._fold_share = fold_share
         self._emit = emit
@@ -218,7 +218,7 @@ class Mailbox:
 
     # ---- training
 
-    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> Pending:
+    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> PendingExchange:
         """Average the shadow with the peer's: both move by `weight` of their difference. Never
         blocks. With a `share` below 1 so much of the model, the next chunks on this edge: they go
         round. While an exchange with this peer is in flight, that one is returned; with a peer
@@ -236,7 +236,7 @@ class Mailbox:
         if flying is not None and not flying.done():
             return flying
         chunks = self._rota.take(peer, share)
-        pending = self._exchanges[peer] = Pending()
+        pending = self._exchanges[peer] = PendingExchange()
         begin = partial(
             self._tell_courier, lambda: self._courier.exchange(peer, weight, chunks, pending)
         )
@@ -315,7 +315,7 @@ class Mailbox:
         """y <- y + sum_j w_j (y_j - y), all values taken from the start of this round on every
         rank. Blocks. The result is in the shadow: fold it with `cross(params, "whole")`.
         """
-        pending = Pending()
+        pending = PendingExchange()
         self._do(lambda: self._courier.lockstep(number, neighbours, pending))
         self._wait(
             pending,
@@ -382,7 +382,7 @@ class Mailbox:
         meanwhile is left out.
         """
         out = np.empty(self._shadow.size, dtype=self._shadow.dtype)
-        pending = Pending()
+        pending = PendingExchange()
         self._shadow.note(pack(Record.CONSENSUS))
         self._do(lambda: self._courier.consensus(out, pending))
         self._wait(pending, timeout, "the consensus")
@@ -505,7 +505,7 @@ class Mailbox:
         if not self._thread.is_alive():
             raise ConnectionError(f"the mailbox of rank {self.rank} is closed")
 
-    def _wait(self, pending: Pending, timeout: float | None, what: str) -> None:
+    def _wait(self, pending: PendingExchange, timeout: float | None, what: str) -> None:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not pending.wait(min(LOOK, max(0.0, end - time.monotonic()))):
             if not self._thread.is_alive() and not pending.done():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from loosestep.core.gossip.exchange import Edge
 
 
-class Pending:
+class PendingExchange:
     """An exchange in flight. `outcome` is "exchanged", or "dropped" when the peer went or this rank
     ended in the middle, or "skipped" when the peer was not there.
     """
@@ -72,7 +72,7 @@ class Rota:
 class Transfer:
     """One exchange of some chunks with one peer: those not begun yet, and those under way."""
 
-    pending: Pending
+    pending: PendingExchange
     weight: float
     waiting: list[int]
     share: float = 1.0  # of the whole vector

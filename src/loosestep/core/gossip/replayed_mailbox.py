@@ -20,7 +20,7 @@ from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.ending import average
 from loosestep.core.gossip.mailbox import spread
 from loosestep.core.gossip.memory import Fold
-from loosestep.core.gossip.peer import Pending
+from loosestep.core.gossip.peer import PendingExchange
 from loosestep.core.gossip.shadow import Shadow
 from loosestep.record.format import DIED, FINISHED, Record, RecordKind
 from loosestep.record.player import Player
@@ -62,9 +62,9 @@ class ReplayedMailbox:
 
     # ---- training
 
-    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> Pending:
+    def exchange(self, peer: int, weight: float = 0.5, share: float = 1.0) -> PendingExchange:
         """The recording knows when and with whom."""
-        pending = Pending()
+        pending = PendingExchange()
         pending.finish("exchanged")
         return pending
 

@@ -45,7 +45,7 @@ DTYPE_CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.i
 REPLAY_WINDOW = 1024
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame asks or says."""
 
     REQUEST = 1  # my value of a chunk: answer with yours, both average
@@ -251,7 +251,7 @@ class Wire:
             )
         if header.layout != self._layout:
             raise FrameError("layout", f"rank {header.source} trains another model")
-        if header.kind not in Kind._value2member_map_:
+        if header.kind not in FrameKind._value2member_map_:
             raise FrameError("kind", f"kind {header.kind} is unknown")
         if header.dtype not in DTYPES:
             raise FrameError("dtype", f"dtype {header.dtype} is unknown")
