@@ -196,9 +196,9 @@ def test_torchrun_restarts_both_agents(tmp_path):
         "    import torch, loosestep\n"
         "    from little import linear, sgd, one_step\n"
         "    model = linear(); optimizer = sgd(model)\n"
-        "    loosestep.attach(model, optimizer, 'daso:period=2', deadline=10)\n"
+        "    loosestep.attach(model, optimizer, 'daso:period=2', deadline=60)\n"
         f"    open({str(flag)!r}, 'w').close(); os._exit(7)\n"
-        f"sys.argv = ['starter.py', 'train', '--steps', '20', '--deadline', '10']\n"
+        f"sys.argv = ['starter.py', 'train', '--steps', '20', '--deadline', '60']\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
     )
     with Hosts(["n1", "n2"], tmp_path) as hosts:
@@ -209,7 +209,7 @@ def test_torchrun_restarts_both_agents(tmp_path):
                 f"--rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-id long {script}"
             )
             agents.append(hosts.start(name, command, env=ENVIRONMENT))
-        texts = [agent.communicate(timeout=150)[0] for agent in agents]
+        texts = [agent.communicate(timeout=400)[0] for agent in agents]
     assert flag.exists(), "\n".join(texts)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(texts)
     models = [each["model"] for each in reports("\n".join(texts)) if "model" in each]
