@@ -40,6 +40,7 @@ def test_a_journal_that_cannot_be_opened_names_the_file(tmp_path: Path, name: st
         Journal(RunFolder(tmp_path), 0)
 
 
+@pytest.mark.processes
 def test_two_processes_cannot_write_one_run_and_a_kill_frees_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     text = (
