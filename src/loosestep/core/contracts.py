@@ -228,11 +228,14 @@ class Comm(Protocol):
 
     def reduce(self, parcel: Parcel, scope: Scope) -> Pending[None]:
         """Pack a parcel, overwrite it with its mean over the ranks that take part in the round,
-        unpack it.
+        unpack it, before the last one of the round at the latest.
         """
 
     def reduce_here(self, parcel: Parcel, scope: Scope) -> None:
-        """The same on the calling thread, after all that was sent before."""
+        """The same for the last parcel of a round, on the calling thread; all are unpacked then."""
+
+    def land_gradients(self) -> None:
+        """Wait until all parcels of a round are unpacked, where it has no last one."""
 
     def broadcast_state(
         self, state: dict[str, Any], root: int, scope: Scope = "world"

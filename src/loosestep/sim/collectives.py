@@ -22,7 +22,7 @@ from loosestep.core.collectives.shared_memory import Slots, slot_bytes
 from loosestep.core.contracts import Parcel
 from loosestep.core.errors import CommError, LostPeer
 from loosestep.core.messages.heartbeat import Pulse
-from loosestep.core.pending import Pending
+from loosestep.core.pending import Pending, nothing
 from loosestep.core.thread import CommThread
 from loosestep.sim.clock import Gate, Strand, VirtualClock
 from loosestep.sim.links import Flow, Links, Pattern
@@ -310,6 +310,11 @@ class VirtualChannel(Channel):
             values.copy_(
                 self._meet(values, ring_sum, ("sum", values.numel() * values.element_size()))
             )
+
+    def begin_sum(self, values: torch.Tensor) -> Callable[[], None]:
+        """At once."""
+        self.sum(values)
+        return nothing
 
     def follows_ring(self, sizes: Iterable[tuple[int, torch.dtype]]) -> bool:
         """By construction."""

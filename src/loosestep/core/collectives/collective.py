@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -146,6 +147,10 @@ class Collective:
         # what every exchange begins with, so that headers ride on it: a length and a type
         self._first: tuple[int, torch.dtype] | None = None
         self._sum: torch.Tensor | None = None  # of it, between the nodes
+        # the first bucket of gradients, if what ranks are at can ride on it, and what is not told
+        self._bucket: tuple[int, torch.dtype] | None = None
+        self._flying: deque[Callable[[], None]] = deque()  # sums of gradients under way
+        self._untold: tuple[Standing, list[Standing]] | None = None
         self._before = math.nan  # how far this rank was from the last mean, squared
         self._sequence = 0
         self._same = self._same_gradients = 0
@@ -179,6 +184,10 @@ class Collective:
         elif mine and not self._shards and self._x.near_lane is None:
             size, dtype = self._first = mine[0]
             sizes.add((size + self._x.room(COLUMNS), dtype))
+        if alike and buckets and not self._shards:
+            size, dtype = buckets[0]
+            self._bucket = size // lanes, dtype
+            sizes.add((size // lanes + self._x.room(len(Standing._fields)), dtype))
         known = sorted((s for s in sizes if s[1] in WIDE and s[0] > 0), key=str)
         self._order = self._exchanges.submit(lambda: self._learn_order(known))
 
@@ -331,7 +340,7 @@ class Collective:
             into.zero_()
         else:
             torch.mul(_row(flat, node.row(lanes), lanes), self._weight, out=into)
-        rows = self._x.sum_lane(memory, mates)
+        rows = self._x.sum_lane(memory, mates)()
         self._sum = into
         return rows
 
@@ -586,8 +595,8 @@ class Collective:
             and bool((heads[:, STEP] > 0).all())
         )
         self._same = self._same + 1 if same else 0
-        self._may_be_same = same or not bool((heads[:, STEP] > 0).all())
         self.identical = self.identical or self._same >= 3
+        self._may_be_same = not self.identical and (same or bool((heads[:, STEP] == 0).any()))
 
     # Averages of gradients ------------------------------------------------------------------------
 
@@ -611,7 +620,17 @@ class Collective:
         another thread up.
         """
         assert self._gradients is not None
-        self._gradients.here(lambda: self._carry(parcel, scope))
+
+        def last() -> None:
+            self._carry(parcel, scope)
+            self._land_all()
+
+        self._gradients.here(last)
+
+    def land_gradients(self) -> None:
+        """Wait until all parcels of a round are unpacked, where it has no last one that does."""
+        assert self._gradients is not None
+        self._gradients.here(self._land_all)
 
     def stays(self, scope: Scope) -> bool:
         """Whether the gradients of such a round are averaged on the device that they are on."""
@@ -621,6 +640,9 @@ class Collective:
         return scope == "node" or len(self._nodes.nodes) == 1
 
     def _carry(self, parcel: Parcel, scope: Scope) -> None:
+        if self._untold is not None and scope == "world":
+            self._carry_first(parcel, *self._untold)
+            return
         node = self._channels.node
         near = self._channels.near_node
         if near is not None and parcel.flags is not None and self._inside(scope):
@@ -632,7 +654,17 @@ class Collective:
             node.through_memory(parcel, self._contributors)
         elif parcel.codes is not None and not self._inside(scope):
             self._carry_in_codes(parcel, parcel.codes)
+        elif self._flies(parcel, scope):
+            parcel.pack(parcel.flat)
+            summed = have(self._channels.lane).begin_sum(parcel.flat)
+
+            def land() -> None:
+                summed()
+                parcel.unpack([parcel.flat], self._contributors)
+
+            self._let_fly(land)
         else:
+            self._land_all()
             parcel.pack(parcel.flat)
             divisor = self._reduce(parcel.flat, scope)
             parcel.unpack([parcel.flat], divisor)
@@ -676,11 +708,19 @@ class Collective:
         gives = self.gives and not patient and (scope == "world" or len(self._nodes.nodes) == 1)
         wide = scope == "world"
         mine = Standing(Kind.GRADIENTS, wide, checksum, self.agrees(), self.torn, gives)
+        if wide and self._gradients_carry:
+            self._untold = mine, self._stand(self._channels.node, mine)
+            return
         channel, standings = self._meet_all(scope, mine)
         while _is_given(standings):
             self._exchanges.run(self._give_consensus)
             channel, standings = self._meet_all(scope, mine)
+        self._begin_round(mine, standings, channel)
+
+    def _begin_round(self, mine: Standing, standings: list[Standing], channel: Channel) -> None:
+        """Everybody who takes part is known."""
         waits = any(standing.kind == Kind.CONSENSUS for standing in standings)
+        patient = not self.alone and self._passed < PATIENCE
         self.asked = waits and not patient
         self._passed = self._passed + 1 if waits else 0
         present = [standing for standing in standings if standing.kind == Kind.GRADIENTS]
@@ -691,8 +731,8 @@ class Collective:
             )
         same = (
             len(present) > 1
-            and checksum != 0
-            and all(standing.checksum == checksum for standing in present)
+            and mine.checksum != 0
+            and all(standing.checksum == mine.checksum for standing in present)
         )
         self._same_gradients = self._same_gradients + 1 if same else 0
         self.identical = self.identical or self._same_gradients >= 3
@@ -711,6 +751,80 @@ class Collective:
         assert self.member is not None
         self._arrive(Kind.CONSENSUS)
         self.member.join(Invitation(Kind.CONSENSUS))
+
+    @property
+    def _gradients_carry(self) -> bool:
+        """Whether what ranks are at rides on the first bucket that is summed between nodes."""
+        return self._bucket is not None and self._channels.carries_rows(self._bucket[1])
+
+    def _carry_first(self, parcel: Parcel, mine: Standing, mates: list[Standing]) -> None:
+        """A bucket with what everybody is at behind it."""
+        self._untold = None
+        summed = self._sum_with_standings(parcel, mates)
+
+        def land() -> None:
+            standings, total = summed()
+            while _is_given(standings):
+                self._exchanges.run(self._give_consensus)
+                mates = self._stand(self._channels.node, mine)
+                standings, total = self._sum_with_standings(parcel, mates)()
+            self._begin_round(mine, standings, self._channels.world)
+            parcel.unpack([total], self._contributors)
+
+        self._let_fly(land)
+        if mine.gives:  # it may have to be sent again, before anything else is
+            self._land_all()
+
+    def _sum_with_standings(
+        self, parcel: Parcel | None, mates: list[Standing]
+    ) -> Callable[[], tuple[list[Standing], torch.Tensor]]:
+        """Begin to sum a first bucket, or zeros, and with it what every rank is at; what is
+        returned waits for both.
+        """
+        assert self._bucket is not None
+        size, dtype = self._bucket
+        channels = self._channels
+        node = channels.node
+        memory = have(channels.lane).memory(size + channels.room(len(Standing._fields)), dtype)
+        into = memory[:size]
+        flat = into
+        if node.size > 1:
+            flat = node.memory(size * channels.lanes, dtype)
+        if parcel is None:
+            flat.zero_()
+        else:
+            parcel.pack(flat)
+        if node.size > 1:
+            into.copy_(node.part(flat, channels.lanes))
+        told = channels.sum_lane(memory, mates)
+
+        def summed() -> tuple[list[Standing], torch.Tensor]:
+            standings = [Standing(*row) for row in told().tolist()]
+            self._check_torn(channels.world.ranks, standings)
+            if node.size > 1:
+                shards = flat.view(channels.lanes, -1)
+                shards[node.row(channels.lanes)].copy_(into)
+                node.share(shards)
+            return standings, flat
+
+        return summed
+
+    def _flies(self, parcel: Parcel, scope: Scope) -> bool:
+        """Whether a parcel is summed between nodes of one rank, in the backend's own way."""
+        alone = self._channels.node.size == 1 and not self._inside(scope) and not self._shards
+        return alone and have(self._channels.lane).sums(parcel.flat.dtype)
+
+    def _let_fly(self, land: Callable[[], None]) -> None:
+        """Two sums may be under way: the next begins before the last has ended. Where ranks of a
+        node meet in between, one.
+        """
+        self._flying.append(land)
+        while len(self._flying) > (self._channels.node.size == 1):
+            self._flying.popleft()()
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._flying.popleft()()
 
     def _await_order(self) -> None:
         """Sums of gradients wait for what the other thread finds out first."""
@@ -745,25 +859,38 @@ class Collective:
         say what; GRADIENTS if a round is put off until all have given this rank its consensus.
         """
         assert self.member is not None
+        world = self._channels.world
+        crossing = self._gradients_carry and world is not self._channels.node
         while True:
-            standings = self._stand(channel, Standing(kind, False, 0.0, False, self.torn))
+            mine = Standing(kind, False, 0.0, False, self.torn)
+            begun = False  # the first bucket has come with what others are at
+            if channel is world and crossing:
+                begun = True
+                mates = [Standing(*told) for told in self._channels.node.tell(*mine)]
+                standings, _ = self._sum_with_standings(None, mates)()
+            else:
+                standings = self._stand(channel, mine)
             top = Kind(int(max(standing.kind for standing in standings)))
             if top != Kind.GRADIENTS:
                 return top
             wide = any(standing.wide for standing in standings)
-            if wide and channel is not self._channels.world:
-                standings = self._stand(
-                    self._channels.world, Standing(kind, False, 0.0, False, self.torn)
-                )
+            if wide and channel is not world:
+                if crossing:
+                    begun = True
+                    standings, _ = self._sum_with_standings(None, standings)()
+                else:
+                    standings = self._stand(world, mine)
             scope: Scope = "world" if wide else "node"
             if _is_given(standings):
                 if kind == Kind.CONSENSUS:
                     return Kind.GRADIENTS
                 continue
-            self._took_part(standings, self._channels.world if wide else channel)
+            self._took_part(standings, world if wide else channel)
             self.missed = "world" if "world" in (scope, self.missed) else "node"
-            for parcel in self.member.blank_parcels():
+            parcels = list(self.member.blank_parcels())
+            for parcel in parcels[begun:]:
                 self._carry(parcel, scope)
+            self._land_all()
 
     def _stand(self, channel: Channel, mine: Standing) -> list[Standing]:
         """What every rank of the channel is at."""
@@ -934,11 +1061,12 @@ def _row(flat: torch.Tensor, row: int, rows: int) -> torch.Tensor:
 
 
 def _is_given(standings: Sequence[Standing]) -> bool:
-    """Whether the ranks that are in a backward give a consensus to those that wait for it, before
-    they average gradients with them.
+    """Whether the ranks that are in a backward, all of them, give a consensus to those that wait
+    for it, before they average gradients with them.
     """
     waits = any(standing.kind == Kind.CONSENSUS for standing in standings)
-    return waits and any(standing.gives for standing in standings)
+    there = [standing.gives for standing in standings if standing.kind == Kind.GRADIENTS]
+    return waits and bool(there) and all(there)
 
 
 def add_up(numbers: torch.Tensor) -> float:

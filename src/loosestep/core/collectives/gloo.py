@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from loosestep.core.contracts import Parcel
 from loosestep.core.errors import CommError
 from loosestep.core.messages.heartbeat import Pulse
 from loosestep.core.messages.sealed_store import SealedStore
+from loosestep.core.pending import nothing
 
 SLICE = timedelta(milliseconds=250)  # how often a wait looks at the heartbeats
 LITTLE = 1 << 12  # bytes: below, one hop of many messages is quicker than a ring of hops
@@ -98,12 +100,17 @@ class Channel:
 
     def sum(self, values: torch.Tensor) -> None:
         """Overwrite `values` with their sum over all ranks, made by the backend."""
+        self.begin_sum(values)()
+
+    def begin_sum(self, values: torch.Tensor) -> Callable[[], None]:
+        """Begin to; what is returned waits for the end. Sums end in the order in which they began."""
         if self._group is None:
-            return
+            return nothing
         options = AllreduceOptions()
         options.timeout = PATIENCE
-        self._finish(self._group.allreduce([values], options))
+        work = self._group.allreduce([values], options)
         self._count_sum(values)
+        return partial(self._finish, work)
 
     def add_up(self, values: torch.Tensor, divisor: int) -> int:
         """Overwrite `values` with their sum over all ranks; what it is still to be divided by. A

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -68,16 +68,24 @@ class Channels:
         """The elements that so many numbers of every rank need at the end of a lane's vector."""
         return room_for(len(self._places), numbers)
 
-    def sum_lane(self, memory: torch.Tensor, mates: Sequence[Sequence[float]]) -> torch.Tensor:
-        """Add `memory` up along the lane; at its end is the room for the rows of all ranks, of which
-        this node knows those of its own. Everybody's rows, in rank order.
+    def sum_lane(
+        self, memory: torch.Tensor, mates: Sequence[Sequence[float]]
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to add `memory` up along the lane; at its end is the room for the rows of all ranks,
+        of which this node knows those of its own. What is returned waits for everybody's rows, in
+        rank order.
         """
         lane = have(self.lane)
         rows = torch.tensor(mates, dtype=torch.float64)
         room = memory[memory.numel() - self.room(rows.shape[1]) :]
         write_rows(room, rows, place=lane.index, places=lane.size)
-        lane.sum(memory)
-        return read_rows(room, rows.shape[1])[self._places]
+        summed = lane.begin_sum(memory)
+
+        def told() -> torch.Tensor:
+            summed()
+            return read_rows(room, rows.shape[1])[self._places]
+
+        return told
 
     def rely_on_ring(self) -> None:
         """The backend adds up as is known of it: use its own sums between nodes."""

@@ -34,7 +34,7 @@ from loosestep.core.replica.shards import local
 from loosestep.core.replica.staging import Staging
 
 # bytes in a bucket
-LEAST = 1 << 18
+LEAST = 1 << 20
 MOST = 25 << 20
 
 
@@ -363,6 +363,7 @@ class GradientAverager:
             for bucket in self._buckets:
                 assert bucket.sent is not None
                 bucket.sent.wait()
+            self._comm.land_gradients()
             for bucket in sent:
                 bucket.arrive()
             self._comm.torn = True  # for the next round to tell, after this one
@@ -384,9 +385,11 @@ class GradientAverager:
         ]
 
     def lengths(self) -> list[tuple[int, torch.dtype]]:
-        """Of the longest and the shortest bucket: so long are the vectors that are added up."""
-        buckets = [pick(self._buckets, key=lambda bucket: bucket.padded) for pick in (min, max)]
-        return [(bucket.padded, bucket.params[0].dtype) for bucket in buckets]
+        """Of the first bucket, the longest and the shortest: so long are the vectors that are added
+        up.
+        """
+        some = [pick(self._buckets, key=lambda bucket: bucket.padded) for pick in (min, max)]
+        return [(b.padded, b.params[0].dtype) for b in (self._buckets[0], *some)]
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
@@ -473,11 +476,11 @@ class GradientAverager:
                 if bucket.sent is None:
                     self._send(bucket)
             self._leave(last)
+            self._comm.reduce_here(last, scope)
             for bucket in others:
                 assert bucket.sent is not None
                 bucket.sent.wait()
                 bucket.arrive()
-            self._comm.reduce_here(last, scope)
             last.arrive()
             self._rounds += 1
             if self._rounds >= 4:
@@ -502,15 +505,16 @@ def make_buckets(params: Sequence[nn.Parameter], multiple: int) -> list[Bucket]:
 
 
 def fill_buckets(sizes: Sequence[int], kinds: Sequence[object]) -> list[list[int]]:
-    """Indices of parameters of so many bytes, last ones first, one kind per bucket. Each takes half
-    of what is left: few buckets, and the last one, which nothing hides any more, is small.
+    """Indices of parameters of so many bytes, last ones first, one kind per bucket. Each takes three
+    quarters of what is left: few buckets, for every one costs a trip, and the last one, which
+    nothing hides any more, is small.
     """
     buckets: list[list[int]] = []
     group: list[int] = []
     left = sum(sizes)
     size = 0
     for index in reversed(range(len(sizes))):
-        limit = min(max(left // 2, LEAST), MOST)
+        limit = min(max(3 * left // 4, LEAST), MOST)
         if group and (kinds[index] != kinds[group[0]] or size >= limit):
             buckets.append(group)
             left -= size
