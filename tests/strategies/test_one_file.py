@@ -16,6 +16,7 @@ from loosestep import Cluster, strategy
 from loosestep.cli import app
 from loosestep.sim.predict.timing import predict
 from loosestep.strategies import STRATEGIES, Exchanges, State, Strategy
+from loosestep.strategies.base import is_due
 
 STEPS = 8
 
@@ -34,12 +35,12 @@ class Fibonacci(Strategy[Exchanges]):
 
     def boundary(self, state: State, run: Exchanges) -> None:
         state["step"] += 1
-        if run.in_flight is not None and state["step"] - run.in_flight >= self.delay:
-            run.fold()
+        if is_due(state, run, self.delay):
+            self.land(state, run.replica, run.fold())
         first, second = state["next"]
         if state["step"] == first:
             if run.in_flight is not None:
-                run.fold()
+                self.land(state, run.replica, run.fold())
             run.start()
             state["next"] = [second, first + second]
 

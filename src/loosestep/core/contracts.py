@@ -99,7 +99,7 @@ class Offer:
 class Landed:
     """The result of an exchange, the same numbers on every rank (vectors: on every rank of a
     node). `distance`: of the replicas from their mean, or, where that would have to be told, from
-    the mean before it; nan if there was none.
+    the mean before it; nan if there was none. `staleness`: steps since the snapshot.
     """
 
     vector: Vector
@@ -109,6 +109,8 @@ class Landed:
     distance: float
     seconds: float
     steps: list[int] = field(default_factory=list)
+    staleness: int = 0
+    replicas: int = 1
 
 
 @dataclass(frozen=True)

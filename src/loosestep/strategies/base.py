@@ -49,8 +49,12 @@ class Exchanges(Protocol):
         travel as, where no codec carries what they have changed.
         """
 
-    def fold(self) -> None:
-        """Wait for the exchange in flight and hand it to the strategy's `land`."""
+    @property
+    def replica(self) -> Replica:
+        """This rank's copy of the model, for what has landed."""
+
+    def fold(self) -> Landed:
+        """Wait for the exchange in flight; the strategy puts what has landed into the replica."""
 
     def gather(self) -> None:
         """Wait for all replicas and make each of them their mean."""
@@ -60,6 +64,11 @@ class Exchanges(Protocol):
 
     def average_node(self) -> None:
         """Blocking, inside the node: parameters <- the mean of the node's ranks."""
+
+
+def is_due(state: State, run: Exchanges, delay: int) -> bool:
+    """Whether the exchange in flight was started `delay` or more steps ago."""
+    return run.in_flight is not None and state["step"] - run.in_flight >= delay
 
 
 class Gossiping(Protocol):
@@ -286,10 +295,8 @@ class Strategy(Generic[Asks]):
         """Called after every optimizer step."""
         state["step"] += 1
 
-    def land(
-        self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int
-    ) -> None:
-        """Fold what has arrived, `staleness` steps after its snapshot."""
+    def land(self, state: State, replica: Replica, landed: Landed) -> None:
+        """Fold what has arrived; also called where this rank joins a round of the others."""
         replica.fold(landed.vector)
 
     def form(self, state: State) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from loosestep.strategies.base import (
     Exchanges,
     State,
     Strategy,
+    is_due,
     require,
     require_choice,
     require_count,
@@ -182,19 +183,19 @@ class DASO(Strategy[Exchanges]):
             if scope == "node":
                 run.average(wire=torch.bfloat16 if self.ramp == "parameters" else None)
             return
-        if run.in_flight is not None and step - run.in_flight >= state["delay"]:
-            run.fold()
+        if is_due(state, run, state["delay"]):
+            self.land(state, run.replica, run.fold())
         if self.cooldown and self.total is not None and step >= self.total - self.cooldown:
             run.gather()
             return
         epoch_ends = self.epoch is not None and step % self.epoch == 0
         if step - state["last"] >= state["period"] or epoch_ends:
             if run.in_flight is not None:
-                run.fold()
+                self.land(state, run.replica, run.fold())
             run.start(**self.form(state), now=state["delay"] == 0 or epoch_ends)
             state["last"] = step
             if state["delay"] == 0 or epoch_ends:
-                run.fold()
+                self.land(state, run.replica, run.fold())
 
     def form(self, state: State) -> dict[str, Any]:
         """How the next exchange travels."""
@@ -203,14 +204,12 @@ class DASO(Strategy[Exchanges]):
             return {"lane": lane}
         return {"form": "mean", "lane": lane, "wire": self.codec and torch.bfloat16}
 
-    def land(
-        self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int
-    ) -> None:
+    def land(self, state: State, replica: Replica, landed: Landed) -> None:
         """Merge, then let the loss that came along decide the next period."""
         if self.merge == "delta":
             replica.fold(landed.vector)
-        elif replicas > 1:
-            replica.blend(landed.vector, waited=staleness, replicas=replicas)
+        elif landed.replicas > 1:
+            replica.blend(landed.vector, waited=landed.staleness, replicas=landed.replicas)
         state["loss_sum"] += landed.loss_sum
         state["loss_count"] += landed.loss_count
         if state["loss_count"] >= self.window * len(landed.steps):

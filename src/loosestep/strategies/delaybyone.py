@@ -74,16 +74,14 @@ class DelayByOne(Strategy[Exchanges]):
         if run.in_flight is None and self.older_gradient:
             run.start(**self.form(state))
         if run.in_flight is not None:
-            run.fold()
+            self.land(state, run.replica, run.fold())
         run.start(**self.form(state))
 
     def form(self, state: State) -> dict[str, Any]:
         """The older form needs the mean itself, of the newest models."""
         return {"form": "mean", "vector": state["ahead"]} if self.older_gradient else {}
 
-    def land(
-        self, state: State, replica: Replica, landed: Landed, *, staleness: int, replicas: int
-    ) -> None:
+    def land(self, state: State, replica: Replica, landed: Landed) -> None:
         """x_{k+1} <- mean(x_k) + u"""
         if not self.older_gradient:
             replica.fold(landed.vector)

@@ -22,6 +22,7 @@ from loosestep.strategies.base import (
     Learner,
     State,
     Strategy,
+    is_due,
     require,
     require_choice,
     require_count,
@@ -89,12 +90,12 @@ class DiLoCo(Strategy[Exchanges]):
         """Fold what is due, exchange what is due."""
         state["step"] += 1
         step = state["step"]
-        if run.in_flight is not None and step - run.in_flight >= self.delay:
-            run.fold()
+        if is_due(state, run, self.delay):
+            self.land(state, run.replica, run.fold())
         if step % self.period == 0:
             run.start(**self.form(state), now=self.delay == 0)
             if self.delay == 0:
-                run.fold()
+                self.land(state, run.replica, run.fold())
 
     def form(self, state: State) -> dict[str, Any]:
         """Every exchange is an outer step."""

@@ -11,6 +11,7 @@ from loosestep.strategies.base import (
     Learner,
     State,
     Strategy,
+    is_due,
     require,
     require_choice,
     require_count,
@@ -89,12 +90,12 @@ class LocalSGD(Strategy[Exchanges]):
         step = state["step"]
         if step <= self.start:
             return
-        if run.in_flight is not None and step - run.in_flight >= self.delay:
-            run.fold()
+        if is_due(state, run, self.delay):
+            self.land(state, run.replica, run.fold())
         since = step - self.start
         if self.local_period > 1 and since % self.local_period == 0:
             run.average_node()
         if since % (self.period * self.local_period) == 0:
             run.start(now=self.delay == 0)
             if self.delay == 0:
-                run.fold()
+                self.land(state, run.replica, run.fold())

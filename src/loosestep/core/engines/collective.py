@@ -32,6 +32,7 @@ from loosestep.core.engines.optimizers import align_optimizers, digest
 from loosestep.core.engines.wrapped import averages_gradients
 from loosestep.core.errors import CommError
 from loosestep.core.pending import Pending
+from loosestep.core.replica.replica import Replica
 from loosestep.core.replica.shards import (
     is_dtensor,
     load_localised,
@@ -150,7 +151,7 @@ class CollectiveEngine:
     def finish(self) -> None:
         """Drain what is in flight and leave the same parameters on every rank."""
         if self._flight is not None:
-            self.fold()
+            self._fold_now()
         self._reach(Kind.FINISH)
         mean = self._mean()
         exact: dict[str, Any] = {"counting": list(self._replica.counting)}
@@ -251,20 +252,28 @@ class CollectiveEngine:
         self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
         self._flight = StartedExchange(self.state["step"], self._comm.all_reduce(offer, here=now))
 
-    def fold(self) -> None:
-        """Wait for the exchange in flight and hand it to the strategy."""
+    @property
+    def replica(self) -> Replica:
+        """This rank's copy of the model."""
+        return self._replica
+
+    def fold(self) -> Landed:
+        """Wait for the exchange in flight; the strategy puts it into the replica."""
         assert self._flight is not None
         flight = self._flight
         start = self._comm.now()
         landed = flight.pending.wait()
         self.trace.emit("wait", seconds=self._comm.now() - start, reason="fold")
         self._flight = None
-        self._land(landed, staleness=self.state["step"] - flight.step)
+        return self._arrived(landed, staleness=self.state["step"] - flight.step)
+
+    def _fold_now(self) -> None:
+        self._strategy.land(self.state, self._replica, self.fold())
 
     def gather(self) -> None:
         """Wait for all replicas and make each of them their mean."""
         if self._flight is not None:
-            self.fold()
+            self._fold_now()
         self._replica.staging.leave()
         self._comm.meet(Kind.GATHER)
         self._gather()
@@ -298,7 +307,7 @@ class CollectiveEngine:
 
     def _join(self, invitation: Invitation) -> None:
         if self._flight is not None and invitation.kind is not Kind.CONSENSUS:
-            self.fold()
+            self._fold_now()
         if invitation.kind is Kind.EXCHANGE:
             form = {
                 **self._strategy.form(self.state),
@@ -309,7 +318,7 @@ class CollectiveEngine:
             self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
             landed = self._comm.average(offer)
             self.trace.emit("landed", seconds=landed.seconds)
-            self._land(landed, staleness=0)
+            self._strategy.land(self.state, self._replica, self._arrived(landed, staleness=0))
         elif invitation.kind is Kind.GATHER:
             self._gather()
         else:
@@ -395,15 +404,13 @@ class CollectiveEngine:
             coded=coded,
         )
 
-    def _land(self, landed: Landed, *, staleness: int) -> None:
-        replicas = len(self._comm.topology.nodes)
-        self._strategy.land(
-            self.state, self._replica, landed, staleness=staleness, replicas=replicas
-        )
+    def _arrived(self, landed: Landed, *, staleness: int) -> Landed:
+        """What every strategy does alike with what has landed."""
         self._replica.assign_buffers(landed.buffers)
         self.trace.emit("fold", staleness=staleness, step=self.state["step"])
         if not math.isnan(landed.distance):
             self.trace.emit("distance", value=landed.distance)
+        return replace(landed, staleness=staleness, replicas=len(self._comm.topology.nodes))
 
     def _gather(self) -> None:
         """All replicas are here: each becomes their mean, momentum included, so that they stay
@@ -479,7 +486,7 @@ class CollectiveEngine:
         if widest == "rank":
             return
         if self._flight is not None:
-            self.fold()
+            self._fold_now()
         mates = (
             range(len(standings))
             if widest == "world"

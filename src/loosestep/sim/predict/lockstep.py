@@ -183,14 +183,19 @@ class CollectiveClocks:
             self.state["step"], self.clock.max() + cost.seconds, cost.wire, losses
         )
 
-    def fold(self) -> None:
-        """Wait for the exchange in flight and land it."""
+    @property
+    def replica(self) -> Replica:
+        """A replica of few numbers: what lands in it takes no time."""
+        return self._replica
+
+    def fold(self) -> Landed:
+        """Wait for the exchange in flight."""
         assert self._flight is not None, "there is no exchange to fold"
         flight = self._flight
         self._flight = None
         self._wait_until(flight.lands)
         self.clock = self.clock + self._costs.snapshot(self._size)
-        landed = Landed(
+        return Landed(
             vector=self._replica.snapshot(keep=False),
             buffers=torch.empty(0),
             loss_sum=flight.losses[0],
@@ -198,16 +203,14 @@ class CollectiveClocks:
             distance=0.0,
             seconds=0.0,
             steps=[flight.step] * self._ranks,
-        )
-        staleness = self.state["step"] - flight.step
-        self.strategy.land(
-            self.state, self._replica, landed, staleness=staleness, replicas=self._replicas
+            staleness=self.state["step"] - flight.step,
+            replicas=self._replicas,
         )
 
     def gather(self) -> None:
         """All replicas become their mean, momentum included."""
         if self._flight is not None:
-            self.fold()
+            self.strategy.land(self.state, self._replica, self.fold())
         self._block(self._costs.exchange(self._size) + self._costs.exchange(self._size))
         self.strategy.gathered(self.state)
 
