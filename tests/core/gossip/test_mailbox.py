@@ -9,7 +9,7 @@ import torch
 from mailboxes import KEY, QUICK, cluster, cut, die_at, step, wait_until
 
 from loosestep.codecs import codec
-from loosestep.core.gossip import mailbox
+from loosestep.core.gossip import opening
 from loosestep.core.gossip.mailbox import CHUNK_BYTES
 from loosestep.core.gossip.peer import Timing
 from loosestep.core.gossip.shadow import Shadow
@@ -72,7 +72,7 @@ def test_the_mean_is_untouched_by_exchanges_with_steps_and_losses(options):
 def test_a_full_queue_loses_nothing_and_nothing_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mailbox, "QUEUE", 1)  # every second frame has to wait for its socket
+    monkeypatch.setattr(opening, "QUEUE", 1)  # every second frame has to wait for its socket
     timing = Timing(beat=0.05, suspend=5.0, retry=2.0)
     with cluster(2, size=1 << 20, timing=timing, shared=False) as c:
         for _ in range(10):
@@ -194,12 +194,12 @@ def test_slots_are_used_again_and_again() -> None:
         )
         for box in c.boxes:
             assert box.counters["bytes_in_memory"] >= 50 * 3 * CHUNK_BYTES
-            assert sum(len(link.edge.slots._free) for link in links(box)) == box._own_slots.count
+            assert sum(len(link.edge.slots._free) for link in links(box)) == box._courier._own.count
             assert not box.counters["rejected"]
 
 
 def test_a_peer_whose_memory_cannot_be_reached_gets_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "reach", lambda card: None)
+    monkeypatch.setattr(opening, "reach", lambda card: None)
     with cluster(2, size=3 * CHUNK_BYTES // 8) as c:
         mean = (c.flat(0) + c.flat(1)) / 2
         assert c.exchange(0, 1) == "exchanged"
@@ -285,7 +285,7 @@ def test_a_learner_that_waits_for_the_end_is_not_said_to_make_no_progress() -> N
         heard = c.boxes[1]._courier.counters
         ending = c.pool.submit(c.boxes[0].finish, c.params[0], 15)
         wait_until(lambda: courier.ending.done)
-        courier.stepped -= 1000.0
+        courier.shadow.stepped -= 1000.0
         before = heard["frames_received"]
         wait_until(lambda: heard["frames_received"] >= before + 5)
         c.boxes[1].finish(c.params[1], 15)

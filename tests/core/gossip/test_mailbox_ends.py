@@ -174,7 +174,7 @@ def test_who_waits_for_a_thread_that_is_gone_is_told_why_it_failed(timeout, monk
         def last_check():
             check()
             box._check = check
-            box._tell_courier(lambda: 1 / 0)  # it ends, and the next command comes too late
+            box._courier.tell(lambda: 1 / 0)  # it ends, and the next command comes too late
             box._thread.join()
 
         box._check = last_check

@@ -50,12 +50,24 @@ class Relay:
         self._remainder = _cut(torch.zeros_like(self._near), params) if rounds else None
         self._half: Pending[None] | None = None
         self._thread: CommThread | None = None
+        self._pinned: list[NDArray[Any]] = []
         self._seconds = 0.0  # of the processor, that the last second half has taken
 
     def memory(self) -> NDArray[Any]:
         """Of the host, for a whole vector that can travel."""
         array: NDArray[Any] = self._staging.host(self._shadow.size, self._dtype).numpy()
         return array
+
+    def pin(self, vectors: Sequence[NDArray[Any]]) -> None:
+        """Tell the device's driver that memory made elsewhere stays where it is."""
+        if self._staging.remote:
+            runtime = torch.cuda.cudart()
+            for vector in vectors:
+                vector[:] = 0.0
+                failed = runtime.cudaHostRegister(vector.ctypes.data, vector.nbytes, 0)
+                if int(failed):
+                    raise OSError(f"shared memory could not be pinned (CUDA error {int(failed)})")
+            self._pinned = list(vectors)
 
     def busy(self) -> bool:
         """Whether the second half of the last boundary is still under way."""
@@ -95,9 +107,12 @@ class Relay:
             remainder.zero_()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and let go of memory made elsewhere."""
         if self._thread is not None:
             self._thread.close(timeout=10.0)
+        for vector in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(vector.ctypes.data)
+        self._pinned = []
 
     def _finish(self) -> None:
         half = self._half

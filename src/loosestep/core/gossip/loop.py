@@ -33,7 +33,7 @@ from loosestep.core.messages.frames import (
     claimed_source,
 )
 from loosestep.core.messages.members import GONE, Members, State
-from loosestep.core.messages.slots import Buffer, EdgeSlots, TheirSlots
+from loosestep.core.messages.slots import Buffer, EdgeSlots, OwnSlots, TheirSlots
 from loosestep.core.messages.sockets import Letter, Transport
 from loosestep.core.stopping import Stop
 from loosestep.record.format import DIED, EARLY, FINISHED, pack, pack_readings
@@ -67,10 +67,12 @@ class Courier:
         lose: Callable[[Header], bool] | None = None,
         slots: dict[int, EdgeSlots] | None = None,
         near: dict[int, TheirSlots] | None = None,
+        own: OwnSlots | None = None,
     ) -> None:
-        """`slots`: where values for peers of this host are left. `near`: the memory of those that
-        this rank reads.
+        """`slots`: where values for peers of this host are left, in its `own` memory. `near`: the
+        memory of those that this rank reads.
         """
+        self._own = own
         now = time.monotonic()
         self._near = near or {}
         slots = slots or {}
@@ -94,7 +96,6 @@ class Courier:
             )
             for peer in peers
         }
-        self.slower = 0.0  # by which share communication makes this rank's steps slower
         self.ending = Ending(rank, shadow, self.members, retry=timing.retry, weights=gradients)
         self.counters: Counter[str] = Counter()
         self.exchanges = 0.0  # begun here and completed, in whole models
@@ -103,8 +104,6 @@ class Courier:
         self.fetches: dict[Fetch, PendingExchange] = {}
         self.ended = PendingExchange()
         self.failure: BaseException | None = None
-        self.progress = 0
-        self.stepped = now
         self.cpu_seconds = 0.0
         self.stopping = False
         self._timing = timing
@@ -151,6 +150,8 @@ class Courier:
             link.edge.close()
         for memory in self._near.values():
             memory.close()
+        if self._own is not None:
+            self._own.close()
 
     def _turn(self) -> None:
         news = self.transport.wait(max(0.0, self._next_timer() - time.monotonic()))
@@ -232,10 +233,19 @@ class Courier:
         if self.ending.complete:
             self.ended.finish("ended")
 
+    def tell(self, command: Callable[[], None]) -> None:
+        """Have something done in the loop's thread; from any thread."""
+        self.commands.append(command)
+        self.transport.wake()
+
+    def end(self) -> None:
+        """Say goodbye and end."""
+        self.stopping = True
+
     @property
     def gradients(self) -> int:
         """That this rank's steps stand for: what it tells its peers."""
-        return self.progress * self._per_step
+        return self.shadow.progress * self._per_step
 
     # ---- what the compute thread asks for
 
@@ -549,7 +559,7 @@ class Courier:
         flags = self.ending.flags()
         if self._wish.asked:
             flags |= Flags.STOP
-        if now - self.stepped > self._timing.stall and not self.ending.done:
+        if now - self.shadow.stepped > self._timing.stall and not self.ending.done:
             flags |= Flags.STALLED
         if peer in self._near:
             flags |= Flags.READS
@@ -571,7 +581,7 @@ class Courier:
             dest,
             progress=self.gradients,
             flags=self._flags(dest, now),
-            slower=self.slower,
+            slower=self.shadow.slower,
             **fields,
         )
 

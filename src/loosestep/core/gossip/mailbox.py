@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,19 +40,19 @@ import torch
 from numpy.typing import NDArray
 
 from loosestep.codecs import Codec
+from loosestep.core.gossip.apart import Apart
 from loosestep.core.gossip.budget import IDLE
 from loosestep.core.gossip.contract import Mode
 from loosestep.core.gossip.loop import Courier
 from loosestep.core.gossip.memory import Fold
+from loosestep.core.gossip.opening import Opening, Settings
 from loosestep.core.gossip.peer import PendingExchange, Rota, Timing
 from loosestep.core.gossip.shadow import Shadow
 from loosestep.core.keys import key_bytes
 from loosestep.core.messages.address import bind_host, is_loopback, port_range
 from loosestep.core.messages.directory import Directory, Store
-from loosestep.core.messages.frames import HEADER_BYTES, Flags, Header, Wire, curve_pair
+from loosestep.core.messages.frames import Flags, Header
 from loosestep.core.messages.members import State
-from loosestep.core.messages.slots import EdgeSlots, TheirSlots, make_slots, reach, this_host
-from loosestep.core.messages.sockets import Curve, Transport
 from loosestep.core.pending import nothing
 from loosestep.core.stopping import Stop
 from loosestep.record.format import RecordKind as Record
@@ -61,7 +62,6 @@ from loosestep.record.recorder import Recorder
 Array = NDArray[Any]
 
 CHUNK_BYTES = 1 << 20
-QUEUE = 16  # frames that the socket of an edge takes at a time; the others wait for it
 LEAST_MEMORY = 32 << 20  # models below 16 MB may use this much for values in flight
 TELL = 1.0  # seconds between two events about traffic
 # seconds between two looks, while waiting, whether the communication thread is still there
@@ -95,12 +95,14 @@ class Mailbox:
         stop: Stop | None = None,
         password: str = "",
         codec: Codec | None = None,
+        apart: bool | None = None,
     ) -> None:
         """`gradients`: how many a step of each rank stands for, and so how much its model weighs.
         `check`: called while peers are waited for, and raises when one of them will not come.
         `shared`: peers of this host read values in this rank's memory, and it in theirs. `codec`:
         how what pairs exchange is written. `password`: what ranks of the run alone know; who does
-        not may not send anything (where it is empty, everybody may, and is refused later).
+        not may not send anything (where it is empty, everybody may, and is refused later). `apart`:
+        communication in a process of its own; None: as LOOSESTEP_GOSSIP=process says.
         """
         if rank not in world or len(set(world)) != len(world):
             raise ValueError(
@@ -123,79 +125,65 @@ class Mailbox:
         # A recording needs boundaries that are complete at once, on an accelerator too: that waits
         # for it.
         relayed = None if tape is None else False
-        self._shadow = Shadow(params, chunk_bytes=chunk_bytes, relayed=relayed, codec=codec)
+        # What cannot cross to another process: a tape, and a test that loses frames.
+        if apart is None:
+            apart = os.environ.get("LOOSESTEP_GOSSIP") == "process"
+        apart = apart and tape is None and lose is None and bool(peers)
+        self._shadow = Shadow(
+            params, chunk_bytes=chunk_bytes, relayed=relayed, codec=codec, apart=apart
+        )
         if tape is not None:
             tape.number(chunk_bytes)
             self._shadow.tape = tape
-        self._neighbours: set[int] = set()  # peers of this host
-        session = secrets.token_hex(8)
-        largest = self._shadow.largest_chunk_bytes
-        wire = Wire(
-            rank,
-            list(world),
+        beat = max(0.25, 0.03 * len(peers))
+        ports = port_range()
+        settings = Settings(
+            rank=rank,
+            world=list(world),
             run_id=run_id,
-            layout=layout,
+            layout=layout.hex(),
             generation=generation,
-            largest_body=largest,
-            key=secret,
-            session=session,
+            session=secrets.token_hex(8),
+            host=host,
+            ports=None if ports is None else (ports.start, ports.stop),
+            window=window,
+            timing=asdict(timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline)),
+            gradients=list((gradients or dict.fromkeys(world, 1)).items()),
+            key=None if secret is None else secret.hex(),
+            encrypt=encrypt,
+            shared=shared,
+            password=password,
         )
-        curve = _curve(secret, run_id, rank, peers) if encrypt and secret is not None else None
-        transport = Transport(
-            host, port_range(), largest=HEADER_BYTES + largest, queue=QUEUE, curve=curve, password=password
-        )  # fmt: skip
+        self._stop = stop or Stop()
+        opening: Opening | Apart
+        if self._shadow.room is not None:
+            opening = Apart(
+                settings,
+                self._shadow,
+                self._shadow.room,
+                per_chunk=self._shadow.per_chunk,
+                codec=codec,
+                emit=emit,
+                stop=self._stop,
+            )
+        else:
+            opening = Opening(settings, self._shadow, emit=emit, stop=self._stop, lose=lose)
         with ExitStack() as undo:
-            undo.callback(transport.close)
+            undo.callback(opening.close)
             directory = Directory(
                 store, f"loosestep/mailbox/{run_id}/{generation}", secret, deadline, check=check
             )
-            here = this_host() if shared else ""
-            own = make_slots(3 * window * len(peers), largest) if here and peers else None
-            if own is not None:
-                undo.callback(own.close)
-            slots: dict[int, EdgeSlots] = {}
-            near: dict[int, TheirSlots] = {}
-            card = {
-                "host": here,
-                "memory": own.card() if own is not None else None,
-                "address": transport.address,
-                "layout": layout.hex(),
-                "session": session,
-                "encrypt": encrypt,
-                "codec": str(codec or ""),
-            }
+            card = opening.card()
+            card |= {"layout": layout.hex(), "encrypt": encrypt, "codec": str(codec or "")}
             directory.publish(rank, card)
+            cards = {}
             for peer in peers:
-                theirs = directory.read(peer, card)
-                require_key(theirs["address"][0], secret)
-                if own is not None and theirs["host"] == here:
-                    self._neighbours.add(peer)
-                    first = 3 * window * peers.index(peer)
-                    places = range(first, first + 3 * window)
-                    slots[peer] = EdgeSlots(own, places, self._shadow.offer_dtype)
-                    memory = reach(theirs["memory"])
-                    if memory is not None:
-                        near[peer] = memory
-                wire.meet(peer, theirs["session"])
-                transport.connect(peer, (theirs["address"][0], theirs["address"][1]))
+                cards[peer] = directory.read(peer, card)
+                require_key(cards[peer]["address"][0], secret)
             undo.pop_all()
-        self._own_slots = own
-        beat = max(0.25, 0.03 * len(peers))
-        self._courier = Courier(
-            rank,
-            self._shadow,
-            wire=wire,
-            transport=transport,
-            peers=peers,
-            window=window,
-            emit=emit,
-            lose=lose,
-            gradients=gradients or dict.fromkeys(world, 1),
-            slots=slots,
-            near=near,
-            stop=stop or Stop(),
-            timing=timing or Timing(beat=beat, suspend=4 * beat, deadline=deadline),
-        )
+        # peers of this host
+        self._neighbours = {peer for peer in peers if cards[peer]["host"] == card["host"] != ""}
+        self._courier: Courier | Apart = opening.meet(cards)
         self._exchanges: dict[int, PendingExchange] = {}
         self._rota = Rota(self._shadow.chunks)
         self._fold_share = fold_share
@@ -238,7 +226,7 @@ class Mailbox:
         chunks = self._rota.take(peer, share)
         pending = self._exchanges[peer] = PendingExchange()
         begin = partial(
-            self._tell_courier, lambda: self._courier.exchange(peer, weight, chunks, pending)
+            self._courier.tell, lambda: self._courier.exchange(peer, weight, chunks, pending)
         )
         self._shadow.when_published(begin)
         return pending
@@ -247,9 +235,9 @@ class Mailbox:
         """Count a step of this rank."""
         self._check()
         now = time.monotonic()
-        self._courier.progress += 1
+        self._shadow.progress += 1
         self._shadow.steps += 1
-        self._courier.stepped = now
+        self._shadow.stepped = now
         if now - self._told > TELL:
             self._tell(now)
 
@@ -352,11 +340,11 @@ class Mailbox:
     @property
     def steps(self) -> int:
         """This rank's progress counter: steps made. Set it when a run resumes."""
-        return self._courier.progress
+        return self._shadow.progress
 
     @steps.setter
     def steps(self, count: int) -> None:
-        self._courier.progress = count
+        self._shadow.progress = count
 
     @property
     def global_steps(self) -> int:
@@ -423,11 +411,11 @@ class Mailbox:
     @property
     def slower(self) -> float:
         """By which share communication makes this rank's steps slower: what others are told."""
-        return self._courier.slower
+        return self._shadow.slower
 
     @slower.setter
     def slower(self, share: float) -> None:
-        self._courier.slower = share
+        self._shadow.slower = share
 
     def neighbours_slower(self) -> list[float]:
         """The same of the other ranks of this host that are there."""
@@ -471,15 +459,15 @@ class Mailbox:
         """Say goodbye and let go of the thread and every socket."""
         if self._thread.is_alive():
             # whether or not it has failed
-            self._tell_courier(lambda: setattr(self._courier, "stopping", True))
+            self._courier.tell(self._courier.end)
         self._thread.join()
-        if self._own_slots is not None:
-            self._own_slots.close()
         self._tell(time.monotonic())
         if self._shadow.relay is not None:
             self._shadow.relay.close()
             # they know each other: all memory is free without a collector of garbage
             self._shadow.relay = None
+        if self._shadow.room is not None:
+            self._shadow.room.close()
 
     # ---- inside
 
@@ -491,16 +479,12 @@ class Mailbox:
 
     def _do(self, command: Callable[[], None]) -> None:
         self._check()
-        self._tell_courier(command)
-
-    def _tell_courier(self, command: Callable[[], None]) -> None:
-        self._courier.commands.append(command)
-        self._courier.transport.wake()
+        self._courier.tell(command)
 
     def _check(self) -> None:
         if self._courier.failure is not None:
             raise ConnectionError(
-                f"the communication thread of rank {self.rank} has failed"
+                f"the communication of rank {self.rank} has failed: {self._courier.failure}"
             ) from self._courier.failure
         if not self._thread.is_alive():
             raise ConnectionError(f"the mailbox of rank {self.rank} is closed")
@@ -564,8 +548,3 @@ def io_cpu_seconds() -> float:
             user, system = stat.rpartition(")")[2].split()[11:13]
             total += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
     return total
-
-
-def _curve(key: bytes, run_id: str, rank: int, peers: list[int]) -> Curve:
-    public, secret = curve_pair(key, run_id, rank)
-    return Curve(public, secret, {peer: curve_pair(key, run_id, peer)[0] for peer in peers})

@@ -8,6 +8,7 @@ processes of a rank share. See `shadow.py` for what it is a shadow of.
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -74,11 +75,13 @@ class Landings:
 # What is known about a chunk, where both halves see it: whether delta holds something, whether what
 # a relay has taken does, whether a boundary under way has not passed it yet; the step after which it
 # was last crossed in a boundary of some chunks; what has landed.
-DIRTY, FROZEN, AHEAD, PUBLISHED, LANDED, TOTAL, OLDEST, COLUMNS = range(8)
+DIRTY, FROZEN, AHEAD, PUBLISHED, LANDED, TOTAL, OLDEST = range(7)
 # What is known about all: steps that the learner has made; the step whose parameters the base
 # holds, or newer ones in some chunks; which vector plays which part; the chunk that is being
 # written, counted from 1.
-STEPS, WHOLE, BASE, DELTA, ICED, SPARE, WRITING = range(7)
+# The progress counter, when it was last counted (ns), by how many millionths communication slows
+# steps, whether the run is asked to stop.
+STEPS, WHOLE, BASE, DELTA, ICED, SPARE, WRITING, PROGRESS, STEPPED, SLOWER, STOP, WIDTH = range(12)
 
 
 def _flag(column: int) -> property:
@@ -143,7 +146,12 @@ class Writer(Protocol):
 
 def make_table(chunks: int) -> Array:
     """What is known at the beginning."""
-    table = np.zeros((1 + chunks, COLUMNS), dtype=np.int64)
+    return fill_table(np.zeros((1 + chunks, WIDTH), dtype=np.int64))
+
+
+def fill_table(table: Array) -> Array:
+    """The same in given memory, which is zero."""
+    table[0, STEPPED] = time.monotonic_ns()
     table[0, [BASE, DELTA, ICED, SPARE]] = (0, 1, 1, 2)
     return table
 
@@ -193,6 +201,42 @@ class Memory:
     @steps.setter
     def steps(self, count: int) -> None:
         self._all[STEPS] = count
+
+    @property
+    def progress(self) -> int:
+        """What this rank tells others about how far it is, in steps."""
+        return int(self._all[PROGRESS])
+
+    @progress.setter
+    def progress(self, count: int) -> None:
+        self._all[PROGRESS] = count
+
+    @property
+    def stepped(self) -> float:
+        """When the last step was made, in monotonic seconds."""
+        return int(self._all[STEPPED]) / 1e9
+
+    @stepped.setter
+    def stepped(self, when: float) -> None:
+        self._all[STEPPED] = int(when * 1e9)
+
+    @property
+    def slower(self) -> float:
+        """By which share communication makes this rank's steps slower: what others are told."""
+        return int(self._all[SLOWER]) / 1e6
+
+    @slower.setter
+    def slower(self, share: float) -> None:
+        self._all[SLOWER] = int(share * 1e6)
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run is asked to stop."""
+        return bool(self._all[STOP])
+
+    @stop.setter
+    def stop(self, asked: bool) -> None:
+        self._all[STOP] = asked
 
     @property
     def published(self) -> int:

@@ -36,11 +36,14 @@ from loosestep.core.gossip.memory import (
     LANDED,
     OLDEST,
     SPARE,
+    WRITING,
     Fold,
     Landings,
     Memory,
+    fill_table,
     make_table,
 )
+from loosestep.core.gossip.room import Room
 from loosestep.record.format import RecordKind, pack, pack_boundary
 
 Array = NDArray[Any]
@@ -57,8 +60,11 @@ class Shadow(Memory):
         chunk_bytes: int = 1 << 20,
         relayed: bool | None = None,
         codec: Codec | None = None,
+        apart: bool = False,
     ) -> None:
-        """`codec`: how values are written that pairs exchange; nothing else is."""
+        """`codec`: how values are written that pairs exchange; nothing else is. `apart`: in memory
+        that another process can see, its `room`.
+        """
         if not params:
             raise ValueError("a shadow needs at least one parameter, got none")
         wide = any(p.dtype == torch.float64 for p in params)
@@ -69,15 +75,22 @@ class Shadow(Memory):
         if relayed is None:
             relayed = len({p.device for p in params}) == 1 and params[0].device.type != "cpu"
         self.relay = Relay(self, params) if relayed else None
+        self.room: Room | None = None
         per_chunk = max(1, chunk_bytes // self.dtype.itemsize)
         segments = _cut(self.sizes, per_chunk)
-        super().__init__(
-            [self._memory() for _ in range(3 if relayed else 2)],
-            make_table(len(segments)),
-            per_chunk=per_chunk,
-            lock=threading.Lock(),
-            codec=codec,
-        )
+        self.per_chunk = per_chunk
+        count = 3 if relayed else 2
+        if apart:  # and two more, for the mean and the end
+            self.room = Room(count + 2, len(segments), self.size, self.dtype)
+            vectors = self.room.vectors[:count]
+            table = fill_table(self.room.table)
+            if self.relay is not None:
+                self.relay.pin(vectors)
+        else:
+            vectors = [self._memory() for _ in range(count)]
+            table = make_table(len(segments))
+        lock = threading.Lock() if self.room is None else self.room.lock
+        super().__init__(vectors, table, per_chunk=per_chunk, lock=lock, codec=codec)
         self._views = _Views(segments, torch.from_numpy(self._base), torch.from_numpy(self._delta))
         with self.lock:
             self._views.of(params).adopt_all()
@@ -159,6 +172,7 @@ class Shadow(Memory):
         landed = Landings()
         for chunk, part in enumerate(self._chunks):
             with self.lock:
+                self._require_whole()
                 part.dirty = views.lift(chunk, part.dirty)
                 landed.add(part.take())
         self.published = step
@@ -171,6 +185,7 @@ class Shadow(Memory):
         """
         landed = Landings()
         with self.lock:
+            self._require_whole()
             self._all[ICED] = self._all[DELTA]
             self._all[DELTA] = self._all[SPARE]
             for part in self._chunks:
@@ -201,6 +216,11 @@ class Shadow(Memory):
             self._all[BASE] = self._all[ICED]
             self.published = step
 
+    def _require_whole(self) -> None:
+        """Nothing is folded of a chunk that was being written when its writer died."""
+        if self._all[WRITING]:
+            raise ConnectionError("the communication process of this rank has ended")
+
     def open_boundary(
         self, params: Sequence[torch.Tensor], chunks: Sequence[int] | None = None
     ) -> list[int]:
@@ -225,6 +245,7 @@ class Shadow(Memory):
         if boundary is None or not part.ahead:
             return
         with self.lock:
+            self._require_whole()
             if part.dirty and boundary.views.plain:
                 x, delta, base = boundary.views.at(chunk)
                 torch._foreach_add_(x, delta)

@@ -217,6 +217,10 @@ class Transport:
         if self._peers[peer] in self._poller:
             self._poller.unregister(self._peers[peer])
 
+    def watch(self, file: int) -> None:
+        """End the wait also when something can be read there."""
+        self._poller.register(file, zmq.POLLIN)
+
     def wake(self) -> None:
         """End the wait; from any thread."""
         # enough wake-ups are waiting already, or the thread has just ended
