@@ -83,6 +83,7 @@ def test_the_last_of_several_strategies_is_completed() -> None:
     assert completion.strategies("daso:period=4,delay=1,loc") == ["daso:period=4,delay=1,localsgd"]
 
 
+@pytest.mark.processes
 def test_the_list_of_commands_needs_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['loosestep', '--help']\n"
