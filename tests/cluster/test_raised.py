@@ -27,9 +27,8 @@ class Raises(torch.autograd.Function):
 
 def net(width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
-    ).double()
+    hidden = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(5)]
+    return nn.Sequential(*hidden, nn.Linear(width, 1)).double()
 
 
 def batch(rank: int, step: int, width: int) -> torch.Tensor:
@@ -39,10 +38,10 @@ def batch(rank: int, step: int, width: int) -> torch.Tensor:
 
 
 def loss_of(model: nn.Sequential, x: torch.Tensor, raises: bool) -> torch.Tensor:
-    hidden = model[1](model[0](x))
+    hidden = model[0](x)
     if raises:
         hidden = Raises.apply(hidden)  # the layers behind have their gradients by then
-    return (model[4](model[3](model[2](hidden))) - 1).square().mean()
+    return (model[1:](hidden) - 1).square().mean()
 
 
 def train(

@@ -201,7 +201,8 @@ def poisoned(rank: int):
 
 def test_nan_on_one_rank_is_not_spread():
     for message in errors(2, poisoned):
-        assert "parameters of rank 1 contain NaN or Inf at step 1: nothing was exchanged" in message
+        assert "parameters of rank 1 contain NaN or Inf at step 1" in message
+        assert "nothing was exchanged" in message
 
 
 def poisoned_node(rank: int, row: int):
@@ -222,12 +223,10 @@ def poisoned_node(rank: int, row: int):
 
 
 @pytest.mark.parametrize("row", [0, 1])
-def test_nan_of_a_node_is_found_by_the_rank_that_would_send_it(row):
+def test_nan_of_a_node_is_told_of_its_first_rank(row):
     for message in errors(4, poisoned_node, row=row):
-        assert (
-            f"parameters of rank {2 + row} contain NaN or Inf at step 1: nothing was exchanged"
-            in message
-        )
+        assert "parameters of rank 2 contain NaN or Inf at step 1" in message
+        assert "nothing was exchanged" in message
 
 
 def same_data(rank: int, spec: str, topology: list[list[int]]):
