@@ -26,7 +26,7 @@ from loosestep.core.engines.rank_gossip import (
 )
 from loosestep.core.engines.usefulness import Usefulness
 from loosestep.core.errors import CommError
-from loosestep.core.gossip.budget import Budget, Idle
+from loosestep.core.gossip.budget import FOLDING, Budget, Idle
 from loosestep.core.gossip.contract import Exchange, GossipMailbox, Mode
 from loosestep.core.world import World
 from loosestep.strategies.base import GossipPlan
@@ -34,7 +34,6 @@ from loosestep.strategies.base import GossipPlan
 log = logging.getLogger("loosestep")
 
 PARTS = 1 << 20  # of a model: shares are recorded in them
-FOLDING = 2.0  # of the limit: what folding may take
 LOOK = 50  # steps between two looks at whether exchanges help
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 AIM = 0.8  # of the limit
-# of a core: folding while nothing has landed, so that peers meet a model that is not too old
+FOLDING = 2.0  # of the limit: what folding may take
+# of that: folding while nothing has landed, so that peers meet a model that is not too old
 IDLE = 0.2
-
 
 CYCLE = 24  # steps that a cycle has at least
 QUIET = 0.25  # of a cycle

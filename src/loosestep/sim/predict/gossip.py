@@ -15,7 +15,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from loosestep.core.gossip.budget import AIM, IDLE
+from loosestep.core.gossip.budget import AIM, FOLDING, IDLE
 from loosestep.core.gossip.mailbox import in_flight
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.predict.costs import NUMBER, Costs, Nodes, Times
@@ -190,7 +190,8 @@ class GossipClocks:
 
     def fold(self) -> None:
         """As often as its share of the time allows, which is less while nothing has landed."""
-        share = np.where(self._waiting[self._at], 1.0, IDLE)
+        most = min(1.0, FOLDING * self._strategy.slowdown)
+        share = np.where(self._waiting[self._at], most, IDLE * most)
         rested = self._time[self._at] - self._folded[self._at] >= self._fold_cost / share
         self._land(self._at[rested] if self._strategy.replica == "rank" else self._at)
 
