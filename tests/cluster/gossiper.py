@@ -175,6 +175,7 @@ while (
             address=courier.transport.address,
             run_id=courier.wire._run_id,
             layout=run._learner.replica.digest(),
+            password=courier.transport._password.hex(),
         )
     if steps % 5 == 0:
         say(at=now, step=steps, exchanges=run.stats["exchanges"])

@@ -336,6 +336,9 @@ def test_rows_20_and_22_what_does_not_belong_is_refused_with_a_reason_by_a_run_t
         expected = {reason: len(frames) for reason, frames in bad.items()} | {"size": 1, "dtype": 1}
         context = zmq.Context()
         push = context.socket(zmq.PUSH)
+        # without it nothing would arrive at all
+        push.plain_username = b"rank"
+        push.plain_password = bytes.fromhex(card["password"])
         push.connect("tcp://{}:{}".format(*card["address"]))
         for frame in (replay, *(frame for frames in bad.values() for frame in frames)):
             push.send(frame)
