@@ -32,16 +32,22 @@ def near(rank: int, *, gpus: str = "own", **environment: str) -> Iterator[Counte
     identity = {"own": f"gpu {rank}", "share": "the only gpu", "none": None}[gpus]
     traffic: Counter[str] = Counter()
 
-    def count(channel: NearChannel, tensor: torch.Tensor, times: int, *, between: int) -> None:
+    def count(channel: NearChannel, tensor: torch.Tensor, times: float, *, between: int) -> None:
         if tensor.numel() > 1:
-            traffic["between" if between else "inside"] += (
+            traffic["between" if between else "inside"] += int(
                 times * tensor.numel() * tensor.element_size()
             )
+
+    def count_sum(channel: NearChannel, values: torch.Tensor) -> None:
+        # a ring: all but one of its parts go round twice
+        parts = 2 * (channel.size - 1) / channel.size
+        count(channel, values, parts, between=channel._right_is_stranger)
 
     with (
         patch("loosestep.attachment.find_gpu", lambda device: identity),
         patch("loosestep.core.collectives.nccl.open_group", gloo),
         patch.object(NearChannel, "_count", count),
+        patch.object(NearChannel, "_count_sum", count_sum),
         patch.dict(os.environ, environment),
     ):
         yield traffic

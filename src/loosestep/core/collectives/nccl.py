@@ -1,13 +1,17 @@
-"""Channels whose values stay on the accelerator: NCCL instead of gloo, the same operations and sums
-in the same order.
+"""Channels whose values stay on the accelerator: NCCL instead of gloo, the same operations.
+
+NCCL promises no order for its own sums, so those of more than two ranks are taken in rank order, the
+same bits on every rank. The host's are in the order of gloo's ring (`ring.py`): between more than
+two nodes, lanes on devices equal those over the host up to rounding, elsewhere bit for bit.
 
 Who talks to whom, who is here and who is lost stays the host's business: ranks meet there before
 anything is queued on a device, and the heartbeats decide who is lost. Then operations are cut off,
 for a kernel that waits for a dead peer would never end. Nothing here makes a thread wait for the
 device: operations follow each other on the current stream.
 
-    gradients   inside a node, where each of its ranks has a GPU of its own;
-    LOOSESTEP_GRADIENTS=host turns it off lanes       between nodes, only with LOOSESTEP_LANES=nccl
+    gradients   inside a node, where each of its ranks has a GPU of its own, unless
+                LOOSESTEP_GRADIENTS=host
+    lanes       between nodes, only with LOOSESTEP_LANES=nccl
 """
 
 from __future__ import annotations
