@@ -159,19 +159,23 @@ def test_a_step_takes_its_computation_and_an_average_its_links() -> None:
     )
     assert plain.seconds == pytest.approx(0.3, abs=0.01)
     done = simulate(big, ranks=2, cluster=cluster)
-    # Broadcast of the start, three exchanges, the end: half a second each.
-    assert done.seconds == pytest.approx(0.3 + 5 * 0.5, rel=0.01)
+    # Broadcast of the start, three exchanges, the end: half a second each. Headers ride on sums, so
+    # ranks that meet at the end send zeros with theirs: as much again.
+    assert done.seconds == pytest.approx(0.3 + 6 * 0.5, rel=0.01)
     assert done.gradients_per_second == pytest.approx(6 / done.seconds)
-    assert done.waiting_share == pytest.approx(1.5 / done.seconds, rel=0.01)
+    # of which the exchanges and the meeting are waited for
+    assert done.waiting_share == pytest.approx(2.0 / done.seconds, rel=0.01)
 
 
 def test_gradients_are_averaged_while_backward_goes_on() -> None:
-    """Two buckets of equal size: the first one travels during the second half of backward."""
+    """Two buckets, of three layers and of one: the first one begins to travel before the last
+    quarter of backward.
+    """
     cluster = Cluster(compute="3s", bandwidth="8mbit", latency="0ms")
 
     def layers(rank: int) -> float:
         # 360 kB each
-        model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 300, bias=False))
+        model = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(4)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with loosestep.attach(model, optimizer, "allreduce") as run:
             start = run.trace.clock()
@@ -180,7 +184,7 @@ def test_gradients_are_averaged_while_backward_goes_on() -> None:
             return run.trace.clock() - start
 
     took = simulate(layers, ranks=2, cluster=cluster).results[0]
-    assert took == pytest.approx(3.36, abs=0.01)  # 3.72 if nothing were hidden
+    assert took == pytest.approx(3.94, abs=0.01)  # 4.44 if nothing were hidden
 
 
 def test_one_slow_learner_delays_everybody_under_all_reduce_and_nobody_under_gossip() -> None:

@@ -250,7 +250,10 @@ class CollectiveEngine:
             form=form, lane=lane, vector=vector, outer=outer, wire=wire, coded=coded
         )
         self.trace.emit("start", exchange=self.state["exchanges"], step=self.state["step"])
+        start = self._comm.now()
         self._flight = StartedExchange(self.state["step"], self._comm.all_reduce(offer, here=now))
+        if now:  # it is over
+            self.trace.emit("wait", seconds=self._comm.now() - start, reason="exchange")
 
     @property
     def replica(self) -> Replica:
