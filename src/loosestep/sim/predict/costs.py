@@ -1,7 +1,8 @@
 """What collective operations take on a cluster, in seconds and in bytes between nodes.
 
-An average over P members of a lane is an all-to-all of 1/P parts and a ring that gathers the means,
-so a member sends `2 (P - 1) / P` of its vector; what leaves a node shares its uplink, and all nodes
+An average over P members of a lane is a sum around a ring and back, so a member sends
+`2 (P - 1) / P` of its vector in as many trips as `2 (P - 1)`; codes go in an all-to-all of 1/P parts
+and a ring that gathers the means. What ranks are at rides on the sum where nodes are equally large; what leaves a node shares its uplink, and all nodes
 the backbone. The ranks of a node average through memory they share: each writes its own vector and
 reads the others'.
 """
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 
 from loosestep.codecs import Codec
 from loosestep.core.collectives.coded import UNIT
-from loosestep.core.collectives.collective import PIECE
 from loosestep.sim.cluster import Cluster
 from loosestep.sim.predict.machine import Machine
 from loosestep.topology import Topology
@@ -102,17 +102,22 @@ class Costs:
         """Seconds to copy the parameters into a flat vector, or to fold one into them."""
         return self._machine.work(size, passes=1.25)
 
-    def header(self) -> Cost:
-        """A few numbers of every rank to every rank: in the nodes, then along the lanes; around a
-        ring of all ranks where the nodes are of unequal size.
+    @property
+    def rides(self) -> bool:
+        """Whether what ranks are at rides on the sums between nodes, which it does not on codes."""
+        return self._even and self.members > 1
+
+    def header(self, *, rides: bool = False) -> Cost:
+        """A few numbers of every rank to every rank: in the nodes, then along the lanes, unless
+        they ride on a sum there; among all ranks at once where nodes are of unequal size.
         """
         hop = self._cluster.latency_seconds + self._machine.message
         if not self._even:
-            return Cost((self._topology.world - 1) * hop + self._machine.work(operations=1))
+            return Cost(hop + self._machine.work(operations=1))
         inside = self.node_header() if self.mates > 1 else Cost(0.0)
-        if self.members == 1:
+        if self.members == 1 or rides:
             return inside
-        return inside + Cost((self.members - 1) * hop + self._machine.work(operations=1))
+        return inside + Cost(hop + self._machine.work(operations=1))
 
     def node_header(self) -> Cost:
         """The same inside a node: the numbers ride on a meeting."""
@@ -126,21 +131,22 @@ class Costs:
         return Cost(work + self._from_mates((self.mates - 1) * size, size))
 
     def lanes_average(self, size: float, codec: Codec | None = None) -> Cost:
-        """All lanes average their shard of a vector at the same time, in pieces, one after the
-        other; or in codes, which are written and read on both ways.
+        """All lanes average their shard of a vector at the same time; or, in pieces, one after the
+        other, in codes, which are written and read on both ways.
         """
         if self.members == 1:
             return Cost(0.0)
         shard = size / self.lanes
         wire = sent = 0.0
         coded = 1.0 if codec is None else codec.bytes_per_value / NUMBER
-        for shares in (self._swapped, self._passed):
+        for shares in (self._passed if codec is None else self._swapped, self._passed):
             leaving = shares * shard * coded
             wire += max(leaving.max() / self._rate, leaving.sum() / self._backbone)
             sent += float(leaving.sum())
         passes = 4 if codec is None else CODED_PASSES
-        pieces = ceil(shard / ((PIECE if codec is None else UNIT) * NUMBER))
-        hops = pieces * self.members * (self._cluster.latency_seconds + self._machine.message)
+        pieces = 1 if codec is None else ceil(shard / (UNIT * NUMBER))
+        trips = 2 * (self.members - 1) if codec is None else pieces * self.members
+        hops = trips * (self._cluster.latency_seconds + self._machine.message)
         return Cost(
             wire + hops + self._machine.work(shard, passes=passes, operations=pieces), wire, sent
         )
@@ -154,10 +160,13 @@ class Costs:
         )
 
     def exchange(self, size: float, *, lane: int | None = None, codec: Codec | None = None) -> Cost:
-        """Everybody says what it is at, lanes average, the node shares the result, everybody
-        tells how far it was.
+        """Everybody says what it is at, lanes average, the node shares the result; how far it was
+        everybody tells with the next one, if all of them know.
         """
-        around = self.header() + self.header() + Cost(self._machine.work(size))
+        around = self.header(rides=self.rides and lane is None and codec is None)
+        if codec is not None or not (self._single or self.mates == 1):
+            around = around + self.header()
+        around = around + Cost(self._machine.work(size))
         # all of it on one lane, then to the others of the node
         if lane is not None and self.lanes > 1:
             more = self._machine.work((1 - 1 / self.lanes) * size, passes=4, operations=1)

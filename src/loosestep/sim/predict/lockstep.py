@@ -71,7 +71,7 @@ class Gradients:
         free = begin + self._first * seconds
         if costs.mates > 1:
             free = self._nodes.latest(free) + costs.node_header().seconds
-        if across:
+        if across and (self._codec is not None or not costs.rides):
             free = np.full_like(free, free.max() + costs.header().seconds)
         sent = 0.0
         for size, share in self._buckets:
