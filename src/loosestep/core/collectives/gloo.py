@@ -295,6 +295,8 @@ class Channel:
         if self._group is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             self._group = None
+        else:
+            self._scratch.clear()  # nobody else writes into it
 
     def close(self) -> None:
         """Release the group, its connections and memory; nothing is in flight."""
