@@ -120,7 +120,7 @@ def test_a_window_of_whole_periods_ends_with_one() -> None:
     assert Block("daso:period=4,delay=1", WORK).order("")["multiple"] == 1
     seen = [0.1] * 6
     order = {"number": 1, "block": {"snapshots": 0.0, "deadline": 5.0, "multiple": 4}}
-    watch = Watch(order, time.monotonic(), seen, nn.Linear(2, 2), lambda **_: None)
+    watch = Watch(order, time.monotonic(), seen, nn.Linear(2, 2), lambda **_: None, lambda: None)
     threading.Timer(0.05, seen.extend, [[0.2, 0.3]]).start()
     watch._wait(0.0, least=5)
     assert len(seen) == 8
@@ -165,7 +165,7 @@ def test_a_model_never_counts_for_a_moment_before_it_existed(
 ) -> None:
     seen: list[float] = []
     order = {"number": 1, "block": {"snapshots": 0.25}}
-    watch = Watch(order, 0.0, seen, nn.Linear(2, 2), lambda **_: None)
+    watch = Watch(order, 0.0, seen, nn.Linear(2, 2), lambda **_: None, lambda: None)
     for moment in moments:
         seen.append(moment)
         watch.snapshot()

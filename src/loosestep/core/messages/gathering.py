@@ -72,6 +72,7 @@ class Gathering:
     token: str
     group: Any  # torch's default group
     owned: bool  # we initialised it, so we end it
+    meeting: Any = None  # the group's store, which torch does not keep alive from Python's side
     runs: int = 0
 
     def enter(self, deadline: float) -> SealedStore:
@@ -159,7 +160,7 @@ def _open_group(key: bytes | None, deadline: float) -> Gathering:
         ) from error
     secret = contact.secret or _hand_out_secret(rank, deadline)
     shared = _sealed(raw, contact, secret, rank, deadline)
-    return Gathering(launch, shared, contact.token, dist.group.WORLD, owned=True)
+    return Gathering(launch, shared, contact.token, dist.group.WORLD, owned=True, meeting=store)
 
 
 def _sealed(raw: Any, contact: Contact, secret: bytes, rank: int, timeout: float) -> SealedStore:
