@@ -789,7 +789,7 @@ class Collective:
         into = memory[:size]
         flat = into
         if node.size > 1:
-            flat = node.memory(size * channels.lanes, dtype)
+            flat = node.memory(size * channels.lanes, dtype) if parcel is None else parcel.flat
         if parcel is None:
             flat.zero_()
         else:
