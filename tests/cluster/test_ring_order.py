@@ -13,7 +13,8 @@ from loosestep.core.collectives.gloo import Channel
 from loosestep.core.collectives.ring import ring_sum
 from loosestep.core.collectives.rows import room_for
 
-APART, PAIRS = [[0], [1], [2], [3]], [[0, 1], [2, 3], [4, 5]]
+APART = [[0], [1], [2], [3]]
+PAIRS = [[0, 1], [2, 3], [4, 5]]
 NUMBERS = 10  # in a header, which rides on the vector
 
 

@@ -155,7 +155,9 @@ def test_when_a_rank_is_killed_its_process_goes_and_the_other_loses_no_time():
             process = int(rank.stdout.readline())
             wait_until(lambda: box.counters["chunks"] > 20)
             rank.kill()
-            killed, last, gaps = time.monotonic(), time.monotonic(), []
+            killed = time.monotonic()
+            last = killed
+            gaps = []
             while not any(kind == "peer_dead" for kind, _ in events):
                 assert time.monotonic() - killed < 5
                 step(box, params, "whole")
