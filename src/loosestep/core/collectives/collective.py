@@ -31,6 +31,7 @@ from loosestep.core.collectives.coded import (
 from loosestep.core.collectives.gloo import Channel, ordered_sum
 from loosestep.core.collectives.groups import Channels, have
 from loosestep.core.collectives.ring import WIDE
+from loosestep.core.collectives.surroundings import Surroundings
 from loosestep.core.contracts import (
     PATIENCE,
     Coded,
@@ -47,7 +48,6 @@ from loosestep.core.contracts import (
 from loosestep.core.errors import CommError
 from loosestep.core.pending import Pending, T
 from loosestep.core.plain_state import flatten, unflatten
-from loosestep.core.world import World
 from loosestep.events import Trace
 from loosestep.topology import Topology
 
@@ -80,7 +80,7 @@ class Collective:
 
     def __init__(
         self,
-        world: World,
+        world: Surroundings,
         topology: Topology,
         *,
         trace: Trace,

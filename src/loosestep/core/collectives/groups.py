@@ -8,7 +8,7 @@ import torch
 
 from loosestep.core.collectives.gloo import Channel
 from loosestep.core.collectives.rows import read_rows, room_for, write_rows
-from loosestep.core.world import World
+from loosestep.core.collectives.surroundings import Surroundings
 from loosestep.topology import Topology
 
 
@@ -24,7 +24,7 @@ class Channels:
         self,
         name: str,
         *,
-        world: World,
+        world: Surroundings,
         nodes: Topology,
         lanes: int,
         near_node: bool = False,
