@@ -34,6 +34,7 @@ from loosestep.core.thread import CommThread
 from loosestep.events import Trace
 from loosestep.record.values import Condition, StoreValues, Values
 from loosestep.topology import Topology
+from loosestep.topology.launchers import detect_launch
 
 Opener = Callable[[Topology | None, float], "World"]
 # set inside a simulated rank
@@ -233,9 +234,8 @@ def open_world(topology: Topology | None, *, deadline: float, key: str | None = 
         if topology is None:
             # A process that was started by hand and initialised torch itself has no launcher: its
             # host is its node.
-            node = (
-                gathering.launch.node if gathering.launch.world == world else socket.gethostname()
-            )
+            launch = detect_launch()
+            node = launch.node if launch.world == world else socket.gethostname()
             topology = Topology.from_names(_publish(store, "node", rank, world, node, deadline))
         elif topology.world != world:
             raise ValueError(

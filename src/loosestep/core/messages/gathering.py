@@ -67,7 +67,6 @@ _current: Gathering | None = None
 class Gathering:
     """The ranks that have met. `store` holds nothing but what they wrote."""
 
-    launch: Launch
     store: SealedStore
     token: str
     group: Any  # torch's default group
@@ -121,7 +120,6 @@ def _use_group(key: bytes | None, deadline: float) -> Gathering:
     contact = FirstContact(raw, party, patience=deadline).meet()
     secret = contact.secret or _hand_out_secret(rank, deadline)
     return Gathering(
-        launch,
         _sealed(raw, contact, secret, rank, deadline),
         contact.token,
         dist.group.WORLD,
@@ -160,7 +158,7 @@ def _open_group(key: bytes | None, deadline: float) -> Gathering:
         ) from error
     secret = contact.secret or _hand_out_secret(rank, deadline)
     shared = _sealed(raw, contact, secret, rank, deadline)
-    return Gathering(launch, shared, contact.token, dist.group.WORLD, owned=True, meeting=store)
+    return Gathering(shared, contact.token, dist.group.WORLD, owned=True, meeting=store)
 
 
 def _sealed(raw: Any, contact: Contact, secret: bytes, rank: int, timeout: float) -> SealedStore:
