@@ -117,7 +117,7 @@ def test_a_thousand_late_exchanges_conserve_the_sum_with_what_owners_owe(
     codec: Codec, weights: list[int] | None
 ) -> None:
     size = 4
-    count = 1000
+    count = 300  # two units, the second one shorter
     rounds = 1000
     table = Table(size)
     tail = [1, 1, 1, 1] if weights is None else weights
