@@ -8,6 +8,7 @@ coarse the codec.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from loosestep.registry import spell
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codec:
+class Codec(ABC):
     """Base of all codecs; a subclass is known by its `name` everywhere. Values come in rows of equal
     length; each row is coded for itself, on the device that it is on.
 
@@ -42,24 +43,24 @@ class Codec:
         """What a value takes, in a long row."""
         return self.size(1 << 20) / (1 << 20)
 
+    @abstractmethod
     def size(self, count: int) -> int:
         """The bytes that a row of so many values becomes: a multiple of 4."""
-        raise NotImplementedError
 
     def memory(self, rows: int, count: int, device: torch.device) -> torch.Tensor:
         """Memory for the codes of so many rows of so many values."""
         return torch.zeros(rows, self.size(count), dtype=torch.uint8, device=device)
 
+    @abstractmethod
     def encode(self, values: torch.Tensor, codes: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         """Rows of values (float32 or wider) as rows of bytes, written into `codes`. `seed`: of what
         is left to chance; the same seed, the same bytes. What is not finite comes back as NaN, with
         its block, and never as a number.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Rows of bytes as rows of values, written into `values`."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         """The form that `codec` reads."""
